@@ -1,0 +1,345 @@
+"""Every setting of a training run: frozen, validated, read from TOML, overridable by ``key=value``."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from xmlc.errors import ConfigError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(Section):
+    """How a data set becomes training, validation and test instances."""
+
+    validation_fraction: UnitInterval = 0.05
+    """Share of the training instances held out to choose learning rate, epoch and early stop."""
+    mask_filter_pairs: bool = True
+    """Mask the (instance, label) pairs of the filter files in evaluation."""
+    unit_length: bool = True
+    """Scale every instance's sparse features to Euclidean length 1."""
+
+
+class TextConfig(Section):
+    """TF-IDF over words and, optionally, character n-grams (scikit-learn's ``TfidfVectorizer``)."""
+
+    word_ngrams: tuple[PositiveInt, PositiveInt] = (1, 1)
+    character_ngrams: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """Lengths of character n-grams within word boundaries; (0, 0) uses none."""
+    min_document_frequency: PositiveInt = 1
+    max_features: PositiveInt | None = None
+    sublinear_tf: bool = True
+
+    @model_validator(mode="after")
+    def _check_ngrams(self) -> TextConfig:
+        for name in ("word_ngrams", "character_ngrams"):
+            low, high = getattr(self, name)
+            if low > high or (low == 0 and high > 0):
+                raise ValueError(f"{name} must be [low, high] with 1 <= low <= high, found [{low}, {high}]")
+        return self
+
+
+class ModelConfig(Section):
+    """Encoder, penultimate layer and output layer."""
+
+    output: Literal["sparse", "dense", "bottleneck"] = "sparse"
+    """sparse: hidden -> width -> fixed fan-in output. dense: hidden -> label.
+    bottleneck: hidden -> ``bottleneck`` units -> label, both dense."""
+    hidden: PositiveInt = 512
+    """Width of the encoder's output; a data set of dense features brings its own."""
+    width: PositiveInt = 16_384
+    """Units of the penultimate layer, that is, the ``input`` axis of the sparse output layer."""
+    fan_in: PositiveInt = 32
+    """Inputs of each label (K)."""
+    group_size: Literal[1, 16, 32, 64] = 1
+    """Labels that share one set of inputs; 1 is uniform fan-in."""
+    bottleneck: PositiveInt = 64
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    weight_init: Literal["zero", "fan_in", "glorot_flat"] = "fan_in"
+    """Output weights: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), what Keras gives a flat tensor."""
+    bias_init: float = 0.0
+    input_dropout: UnitInterval = 0.0
+    """Dropout on the instance's features before the first dense layer."""
+    hidden_dropout: UnitInterval = 0.0
+    """Dropout on the encoder's output."""
+    hidden_activation: Literal["none", "relu"] = "none"
+
+    @model_validator(mode="after")
+    def _check_fan_in(self) -> ModelConfig:
+        if self.output == "sparse" and self.fan_in > self.width:
+            raise ValueError(f"fan_in must be at most width = {self.width}, found {self.fan_in}")
+        return self
+
+
+class LossConfig(Section):
+    """Loss of one logit, and how the logits of an instance are combined."""
+
+    kind: Literal["squared_hinge", "bce"] = "squared_hinge"
+    reduction: Literal["sum", "mean"] = "sum"
+    """Over labels: their sum or their mean. Over the batch it is always the mean."""
+    positive_weight: PositiveFloat = 1.0
+    """Factor on the loss of every positive."""
+    positive_weight_propensity: bool = False
+    """Multiply the positives' weight by the label's inverse propensity."""
+
+
+class OptimizerConfig(Section):
+    """Update rule of one part of the model."""
+
+    kind: Literal["sgd", "momentum", "adam", "label_adam"] = "adam"
+    """``label_adam``: no first moment and one second moment for each label (output layer only)."""
+    learning_rate: NonNegativeFloat = 1e-3
+    momentum: UnitInterval = 0.9
+    beta1: UnitInterval = 0.9
+    beta2: UnitInterval = 0.999
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled: every step multiplies the weights by ``1 - learning_rate * weight_decay``."""
+
+
+class RedistributionConfig(Section):
+    """Prune the weakest connections and regrow as many elsewhere, during training."""
+
+    interval_steps: NonNegativeInt = 1000
+    """Steps between two redistributions; 0 never redistributes."""
+    first_step: PositiveInt = 1000
+    fraction: Fraction = 0.1
+    decay: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of ``fraction`` (or ``threshold``) from ``first_step`` down to 0 at the end."""
+    end: Fraction = 0.66
+    """Share of the planned training steps after which connections stay."""
+    mode: Literal["fraction", "threshold"] = "fraction"
+    threshold: NonNegativeFloat = 0.0
+    scope: Literal["layer", "group"] = "layer"
+    """Whether weak connections are ranked over the whole layer or within each group."""
+    new_value: Literal["zero", "random", "keep"] = "zero"
+    new_value_bound: NonNegativeFloat = 0.01
+    """Half width of the uniform distribution of ``new_value = "random"``."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate over time: warm-up, then a course."""
+
+    kind: Literal["constant", "linear", "cosine", "plateau"] = "linear"
+    """``plateau``: multiply by ``factor`` when the validation metric stalls for ``patience`` evaluations."""
+    warmup_steps: NonNegativeInt = 0
+    final_fraction: Fraction = 0.0
+    """Where linear and cosine end, as a share of the learning rate."""
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    patience: PositiveInt = 2
+    min_delta: NonNegativeFloat = 1e-3
+    min_fraction: Fraction = 0.1
+    """Floor of ``plateau``, as a share of the learning rate."""
+
+
+class TrainingConfig(Section):
+    """Length, batches, stopping, checkpoints."""
+
+    epochs: PositiveInt = 20
+    batch_size: PositiveInt = 128
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    threads: NonNegativeInt = 0
+    """Threads of the native kernels and of torch; 0 takes torch's own number."""
+    clip_norm: NonNegativeFloat = 0.0
+    """Upper bound of the global gradient norm of encoder and penultimate layer; 0 does not clip."""
+    metric: str = Field(default="P@1", pattern=r"^(P|nDCG|R|PSP|PSnDCG)@[1-9][0-9]*$")
+    """Validation metric that chooses the best epoch."""
+    patience: NonNegativeInt = 5
+    """Evaluations without a gain of ``min_delta`` before training stops; 0 never stops early."""
+    min_delta: NonNegativeFloat = 5e-5
+    checkpoint_seconds: NonNegativeFloat = 600.0
+    """Longest time between two checkpoints; every evaluation writes one as well."""
+    paper_protocol: bool = False
+    """Let the *test* set choose rate, epoch and early stop, as the published tables did. Not for new results."""
+    tensorboard: bool = False
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    data: DataConfig = DataConfig()
+    text: TextConfig = TextConfig()
+    model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
+    output_optimizer: OptimizerConfig = OptimizerConfig()
+    dense_optimizer: OptimizerConfig = OptimizerConfig()
+    redistribution: RedistributionConfig = RedistributionConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _check_optimizers(self) -> Config:
+        if self.dense_optimizer.kind == "label_adam":
+            raise ValueError("dense_optimizer.kind must be sgd, momentum or adam, found label_adam")
+        if self.model.output != "sparse" and self.output_optimizer.kind == "label_adam":
+            raise ValueError("output_optimizer.kind = label_adam needs model.output = sparse")
+        return self
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    # Schultheis & Babbar 2023, "Towards Memory-Efficient Training for Extremely Large Output Spaces":
+    # the recipe of its Amazon-670K rows, whose "validation" data was the test set (hence paper_protocol).
+    "ecml23": {
+        "model": {
+            "width": 32_768,
+            "fan_in": 32,
+            "weight_init": "glorot_flat",
+            "input_dropout": 0.1,
+        },
+        "loss": {"kind": "squared_hinge", "reduction": "mean"},
+        "output_optimizer": {"kind": "adam", "learning_rate": 1e-3, "eps": 1e-7},
+        "dense_optimizer": {"kind": "adam", "learning_rate": 1e-3, "eps": 1e-7},
+        "redistribution": {
+            "interval_steps": 1000,
+            "first_step": 1,
+            "fraction": 0.1,
+            "decay": "constant",
+            "end": 1.0,
+            "scope": "layer",
+            "new_value": "keep",
+        },
+        "schedule": {
+            "kind": "plateau",
+            "factor": 0.5,
+            "patience": 2,
+            "min_delta": 1e-3,
+            "min_fraction": 0.1,
+        },
+        "training": {
+            "epochs": 100,
+            "batch_size": 32,
+            "metric": "P@3",
+            "patience": 4,
+            "min_delta": 5e-5,
+        },
+    },
+}
+
+
+def load_config(
+    file: Path | None = None, overrides: Sequence[str] = (), preset: str = "default"
+) -> Config:
+    """Build a config: defaults, then the preset, then the TOML file, then ``section.key=value`` overrides.
+
+    A file may name its own preset by a top-level ``preset = "..."``.
+
+    Raises:
+        ConfigError: A key is unknown (with a suggestion), a value is out of range, or the file is no TOML.
+    """
+    settings: dict[str, Any] = {}
+    where = "config"
+    if file is not None:
+        where = str(file)
+        settings = _read_toml(file)
+        preset = settings.pop("preset", preset)
+    if preset not in PRESETS:
+        raise ConfigError(f"{where}: preset must be one of {', '.join(PRESETS)}, found {preset!r}")
+    merged = _merge(PRESETS[preset], settings, where)
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override), f"--set {override}")
+    return build_config(merged, where if not overrides else f"{where} with --set {' '.join(overrides)}")
+
+
+def build_config(settings: Mapping[str, Any], where: str = "config") -> Config:
+    """Validate nested settings; the error names the place ``where`` they come from and the key."""
+    _check_keys(settings, Config, where, "")
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        found = "" if first["type"] == "value_error" else f", found {first['input']!r}"
+        raise ConfigError(f"{where}: {key + ': ' if key else ''}{message}{found}") from None
+
+
+def dump_config(config: Config) -> str:
+    """Return the config as TOML that `load_config` reads back to an equal config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: the config must be a readable file: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: the config must be TOML: {error}") from None
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set must be SECTION.KEY=VALUE, found {text!r}")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw  # a bare word, as in loss.kind=bce
+    nested: Any = value
+    for part in reversed(parts):
+        nested = {part: nested}
+    return nested
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping):
+            below = merged.get(key, {})
+            if not isinstance(below, Mapping):
+                raise ConfigError(f"{where}: {key} must be a value, found a table")
+            merged[key] = _merge(below, value, where)
+        elif isinstance(merged.get(key), Mapping):
+            raise ConfigError(f"{where}: {key} must be a table of settings, found {value!r}")
+        else:
+            merged[key] = value
+    return merged
+
+
+def _check_keys(settings: Mapping[str, Any], section: type[BaseModel], where: str, prefix: str) -> None:
+    """Refuse unknown keys with the closest known one, before pydantic names them less helpfully."""
+    for key, value in settings.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            known = list(section.model_fields)
+            close = difflib.get_close_matches(key, known, n=1) or [
+                full for full in _all_keys(Config) if full.endswith(f".{key}")
+            ]
+            hint = f"did you mean {(prefix + close[0]) if close[0] in known else close[0]}?" if close else (
+                f"known are {', '.join(known)}"
+            )
+            raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where}: {prefix}{key} must be a table of settings, found {value!r}")
+            _check_keys(value, field.annotation, where, f"{prefix}{key}.")
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
