@@ -1,0 +1,21 @@
+"""Checkpoints that load whole or not at all, without pickle."""
+
+from xmlc.checkpoint.format import (
+    Checkpoint,
+    CheckpointFolder,
+    read_checkpoint,
+    read_into,
+    read_metadata,
+    write_atomic,
+    write_checkpoint,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointFolder",
+    "read_checkpoint",
+    "read_into",
+    "read_metadata",
+    "write_atomic",
+    "write_checkpoint",
+]

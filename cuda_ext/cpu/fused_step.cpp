@@ -1,0 +1,68 @@
+// Order, threads and scratch of the fused step.
+//
+// A block of labels passes over all tiles of the batch, then its weights are updated. Tiles are split
+// among threads: a tile's feature gradient has one owner that adds the blocks in order, and its weight
+// gradient has a buffer of its own that the update adds in the order of tiles. So no sum depends on the
+// number of threads.
+#include "ops.h"
+#include "parallel.h"
+#include "workspace.h"
+
+namespace xmlc::cpu {
+namespace {
+
+FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace) {
+  FusedScratch s;
+  s.tiling = choose_tiling(a.batch, a.layer.input);
+  s.padded_fan_in = (a.layer.fan_in + 15) / 16 * 16;
+  // The tiles' weight gradients of one block: few megabytes, so that they stay cached until the update.
+  constexpr std::int64_t kBlockFloats = 1 << 19;
+  const std::int64_t labels = std::max<std::int64_t>(64, kBlockFloats / (s.tiling.tiles * s.padded_fan_in));
+  s.block_groups = std::max<std::int64_t>(1, std::min(labels, a.layer.label) / a.layer.group_size);
+  s.block_labels = s.block_groups * a.layer.group_size;
+  s.features = workspace.take<float>(s.tiling.floats());
+  s.feature_gradient = workspace.take<float>(s.tiling.floats());
+  s.weight_gradient = workspace.take<float>(s.tiling.tiles * s.block_labels * s.padded_fan_in);
+  s.bias_gradient = workspace.take<float>(s.tiling.tiles * s.block_labels);
+  s.active = workspace.take<std::uint8_t>(s.tiling.tiles * s.block_labels);
+  s.loss = workspace.take<double>(s.tiling.tiles);
+  s.rows = workspace.take<float>(threads * 4 * s.padded_fan_in);
+  return s;
+}
+
+}  // namespace
+
+std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspace) {
+  Workspace arrays(workspace);
+  const FusedScratch scratch = plan(a, threads, arrays);
+  if (workspace == nullptr) return arrays.bytes();
+  const Kernels& isa = kernels();
+  const Tiling& tiling = scratch.tiling;
+  const std::int64_t tile_floats = tiling.input * tiling.width;
+  const std::int64_t groups = (a.layer.label + a.layer.group_size - 1) / a.layer.group_size;
+  run_threads(threads, [&](int thread, Barrier& barrier) {
+    const Range own = share(tiling.tiles, thread, threads);
+    float* rows = scratch.rows + thread * 4 * scratch.padded_fan_in;
+    for (std::int64_t tile = own.first; tile < own.last; ++tile) {
+      pack(tiling, tile, a.features, scratch.features);
+      std::memset(scratch.feature_gradient + tile * tile_floats, 0,
+                  static_cast<std::size_t>(tile_floats) * sizeof(float));
+      scratch.loss[tile] = 0.0;
+    }
+    for (std::int64_t first = 0; first < groups; first += scratch.block_groups) {
+      const GroupRange block{first, std::min(first + scratch.block_groups, groups)};
+      for (std::int64_t tile = own.first; tile < own.last; ++tile) isa.fused_tile(a, scratch, rows, block, tile);
+      barrier.wait();
+      const Range part = share(block.last - block.first, thread, threads);
+      isa.fused_update(a, scratch, block, {block.first + part.first, block.first + part.last});
+      barrier.wait();
+    }
+    for (std::int64_t tile = own.first; tile < own.last; ++tile)
+      unpack(tiling, tile, scratch.feature_gradient, a.feature_gradient);
+  });
+  *a.loss_sum = 0.0;
+  for (std::int64_t tile = 0; tile < tiling.tiles; ++tile) *a.loss_sum += scratch.loss[tile];
+  return arrays.bytes();
+}
+
+}  // namespace xmlc::cpu

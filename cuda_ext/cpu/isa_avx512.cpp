@@ -1,0 +1,14 @@
+// The passes of all ops, compiled for one instruction set (flags: CMakeLists.txt).
+#include "kernels.h"
+#include "simd.h"
+#include "xmlc/rounding.h"
+
+// In this order: the ops use gather.
+#include "gather.inl"
+#include "sparse_linear.inl"
+#include "fused_step.inl"
+#include "top_labels.inl"
+
+namespace xmlc::cpu::avx512 {
+const Kernels kernels = {logits, feature_gradient, weight_gradient, fused_tile, fused_update, top_labels};
+}

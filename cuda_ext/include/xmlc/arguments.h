@@ -1,0 +1,76 @@
+// Arguments of the ops: plain pointers and sizes, the same for every backend. Whoever fills them has
+// checked dtypes, shapes and contiguity; indices are in range.
+#pragma once
+
+#include <cstdint>
+
+#include "xmlc/loss.h"
+#include "xmlc/optimizer.h"
+#include "xmlc/random.h"
+#include "xmlc/types.h"
+
+namespace xmlc {
+
+// The fixed fan-in layer. Label l belongs to group l / group_size, group = ceil(label / group_size).
+struct Layer {
+  const void* indices;  // [group, fan_in] of index_type, values in [0, input)
+  void* weight;         // [label, fan_in] of weight_type
+  float* bias;          // [label]
+  IndexType index_type;
+  WeightType weight_type;
+  std::int64_t input, label, group_size, fan_in;
+};
+
+// Forward and both gradients of the unfused layer.
+struct SparseLinearArguments {
+  Layer layer;
+  const float* features;        // [input, batch]
+  float* logits;                // [label, batch]: output of the forward, input of the gradients
+  float* feature_gradient;      // [input, batch]
+  float* weight_gradient;       // [label, fan_in]
+  std::int64_t batch;
+};
+
+struct FusedStepArguments {
+  Layer layer;
+  const float* features;             // [input, batch]
+  float* feature_gradient;           // [input, batch], overwritten
+  const std::int32_t* pair_label;    // [pair], rising: the positives of the batch
+  const std::int32_t* pair_instance; // [pair], in [0, batch)
+  const float* positive_weight;      // [label] or null for 1
+  std::int64_t batch, pair;
+  Loss loss;
+  float scale;                       // factor on loss and gradient: 1 / batch, or 1 / (batch * label)
+  OptimizerArguments optimizer;
+  float* weight_first;               // [label, fan_in] velocity or first moment; null where unused
+  float* weight_second;              // [label, fan_in], or [label] of kLabelAdam; null where unused
+  float* bias_first;                 // [label]
+  float* bias_second;                // [label]
+  RandomKey rounding;                // stochastic rounding of bfloat16 weights
+  double* loss_sum;                  // [1], output
+};
+
+struct TopLabelsArguments {
+  Layer layer;
+  const float* features;  // [input, batch]
+  float* scores;          // [batch, k], falling
+  std::int64_t* labels;   // [batch, k]; -1 where fewer than k logits are numbers
+  std::int64_t batch, k;
+};
+
+enum class NewValue { kZero, kRandom, kKeep };
+
+struct RedistributeArguments {
+  Layer layer;
+  float* states[2];       // [label, fan_in] optimizer state to reset; null where unused
+  bool by_threshold;      // prune scores below `threshold`; otherwise exactly `prune` connections
+  bool within_group;      // rank within each group, `prune` still counts the whole layer
+  float threshold;
+  std::int64_t prune;     // connections to prune, at most group * fan_in
+  NewValue new_value;
+  float new_value_bound;  // kRandom: uniform in [-bound, bound)
+  RandomKey random;
+  std::int64_t* pruned;   // [1], output
+};
+
+}  // namespace xmlc

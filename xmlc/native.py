@@ -1,0 +1,67 @@
+"""Loads the native core once and says what this build and this machine can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from xmlc.errors import NativeError
+
+try:
+    from xmlc import _cpu as cpu
+except ImportError as error:
+    raise NativeError(
+        f"native: the CPU kernels must be built and importable, found: {error}; "
+        "install with `pip install .` from the project's folder (needs a C++17 compiler)"
+    ) from error
+
+_requested = os.environ.get("XMLC_ISA")
+if _requested:
+    if _requested not in cpu.available_isas():
+        raise NativeError(
+            f"native: XMLC_ISA must be one of {', '.join(cpu.available_isas())} on this machine, "
+            f"found {_requested!r}; unset it to take the best"
+        )
+    cpu.set_isa(_requested)
+
+
+def run(op: Callable[..., int], threads: int, **arguments: Any) -> None:
+    """Call a native op with a workspace of the size it asks for; torch owns (and counts) the memory."""
+    import torch
+
+    size_bytes = op(threads=threads, workspace=0, **arguments)
+    workspace = torch.empty(size_bytes, dtype=torch.uint8)
+    try:
+        op(threads=threads, workspace=workspace.data_ptr(), **arguments)
+    except RuntimeError as error:  # threads refused by the system
+        raise NativeError(str(error)) from None
+
+
+def threads_for(multiply_adds: int) -> int:
+    """Return torch's number of threads, or 1 where starting threads would cost more than they save.
+
+    Results never depend on it.
+    """
+    import torch
+
+    return torch.get_num_threads() if multiply_adds >= 1 << 20 else 1
+
+
+def describe() -> dict[str, Any]:
+    """Return what was built, what was found on this machine, and what is in use."""
+    import platform
+
+    return {
+        "cpu_kernels": cpu.available_isas(),
+        "cpu_kernels_in_use": cpu.isa(),
+        "cuda_kernels": "not built: this version has CPU kernels only",
+        "machine": platform.machine(),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "module": str(_module_path(cpu)),
+    }
+
+
+def _module_path(module: ModuleType) -> str:
+    return module.__file__ or "built in"

@@ -1,0 +1,92 @@
+"""Checks at the boundary of the ops, so that the native code can trust every address and size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from xmlc import native
+from xmlc.errors import NativeError
+
+GROUP_SIZES = (1, 16, 32, 64)
+INDEX_DTYPES = (torch.uint16, torch.int32)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+# Version of each index tensor whose range has been checked; a redistribution makes a new version.
+_checked_version = WeakTensorKeyDictionary()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor(
+    op: str, name: str, value: Tensor, shape: Sequence[int], axes: str, *dtypes: torch.dtype
+) -> None:
+    """Require a contiguous CPU tensor of this shape and one of these dtypes.
+
+    Raises:
+        NativeError: With what must hold and what was found.
+    """
+    if value.dtype not in dtypes or tuple(value.shape) != tuple(shape):
+        wanted = " or ".join(name_of(dtype) for dtype in dtypes)
+        raise NativeError(
+            f"{op}: {name} must be {wanted} {axes} = {list(shape)}, "
+            f"got {name_of(value.dtype)} {list(value.shape)}"
+        )
+    if value.device.type != "cpu":
+        raise NativeError(f"{op}: {name} must be on the CPU, got {value.device}; move it with .cpu()")
+    if not value.is_contiguous():
+        raise NativeError(
+            f"{op}: {name} must be contiguous {axes}, got strides {list(value.stride())}; "
+            "call .contiguous() first"
+        )
+
+
+def groups(label: int, group_size: int) -> int:
+    """Return the number of groups, ``ceil(label / group_size)``."""
+    return -(-label // group_size)
+
+
+def matrix(op: str, name: str, value: Tensor, axes: str) -> tuple[int, int]:
+    """Require two axes of at least one element each and return their sizes."""
+    if value.dim() != 2 or 0 in value.shape:
+        raise NativeError(f"{op}: {name} must be {axes} with at least one element each, got {list(value.shape)}")
+    return value.shape[0], value.shape[1]
+
+
+def layer(op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int, input: int) -> native.cpu.Layer:
+    """Check the output layer's tensors and return them as the native core takes them."""
+    label, fan_in = matrix(op, "weight", weight, "[label, fan_in]")
+    if group_size not in GROUP_SIZES:
+        raise NativeError(f"{op}: group_size must be one of {GROUP_SIZES}, got {group_size}")
+    tensor(op, "weight", weight, (label, fan_in), "[label, fan_in]", *WEIGHT_DTYPES)
+    tensor(op, "indices", indices, (groups(label, group_size), fan_in), "[group, fan_in]", *INDEX_DTYPES)
+    tensor(op, "bias", bias, (label,), "[label]", torch.float32)
+    _indices_in_range(op, indices, input)
+    return native.cpu.Layer(
+        indices=indices.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=bias.data_ptr(),
+        indices_dtype=name_of(indices.dtype),
+        weight_dtype=name_of(weight.dtype),
+        input=input,
+        label=label,
+        group_size=group_size,
+        fan_in=fan_in,
+    )
+
+
+def _indices_in_range(op: str, indices: Tensor, input: int) -> None:
+    state = (indices._version, input)
+    if _checked_version.get(indices) == state:
+        return
+    values = indices.numpy()  # torch has no minimum of uint16
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= input:
+        raise NativeError(f"{op}: indices must lie in [0, input) = [0, {input}), got values from {low} to {high}")
+    _checked_version[indices] = state

@@ -1,0 +1,280 @@
+"""One training step of the output layer in one pass: logits, loss, gradients and update, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from xmlc import native
+from xmlc.config import OptimizerConfig
+from xmlc.errors import NativeError
+from xmlc.ops import checks
+
+_NAME = "fused_step"
+
+torch.library.define(
+    "xmlc::fused_step",
+    "(Tensor features, Tensor pair_label, Tensor pair_instance, Tensor(a!) weight, Tensor indices, "
+    "Tensor(b!) bias, Tensor(c!)? weight_first, Tensor(d!)? weight_second, Tensor(e!)? bias_first, "
+    "Tensor(f!)? bias_second, Tensor? positive_weight, int group_size, str loss, float scale, str optimizer, "
+    "float learning_rate, float weight_decay, float momentum, float beta1, float beta2, float eps, int step, "
+    "int seed) -> (Tensor, Tensor)",
+)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State of the output layer's optimizer; what a kind does not need is None.
+
+    | kind | weight_first | weight_second | bias_first | bias_second |
+    |---|---|---|---|---|
+    | sgd | | | | |
+    | momentum | velocity [label, fan_in] | | velocity [label] | |
+    | adam | first moment [label, fan_in] | second moment [label, fan_in] | [label] | [label] |
+    | label_adam | | second moment [label], for the label's bias as well | | |
+    """
+
+    weight_first: Tensor | None = None
+    weight_second: Tensor | None = None
+    bias_first: Tensor | None = None
+    bias_second: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, kind: str, label: int, fan_in: int) -> OptimizerState:
+        """Return the state before the first step, all float32 zeros."""
+        if kind == "sgd":
+            return cls()
+        if kind == "momentum":
+            return cls(weight_first=torch.zeros(label, fan_in), bias_first=torch.zeros(label))
+        if kind == "label_adam":
+            return cls(weight_second=torch.zeros(label))
+        return cls(
+            torch.zeros(label, fan_in), torch.zeros(label, fan_in), torch.zeros(label), torch.zeros(label)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors in use by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def by_connection(self) -> list[Tensor]:
+        """Return the tensors [label, fan_in]: what a redistribution resets."""
+        return [value for value in (self.weight_first, self.weight_second) if value is not None and value.dim() == 2]
+
+
+def fused_step(
+    features: Tensor,
+    positive_offsets: Tensor,
+    positive_labels: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    *,
+    loss: str,
+    optimizer: OptimizerConfig,
+    learning_rate: float,
+    state: OptimizerState,
+    step: int,
+    seed: int = 0,
+    scale: float = 1.0,
+    group_size: int = 1,
+    positive_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute loss and feature gradient of a batch, and update weight, bias and state in place.
+
+    Equivalent to (with float32 sums, and without ever holding anything [label, batch])::
+
+        logits = sparse_linear(features, weight, indices, bias, group_size)
+        target = +1 for a positive (instance, label), else -1
+        value = scale * sum(factor * loss(logits, target))     # factor: positive_weight[l] on positives, else 1
+        value.backward(); optimizer.step()                     # torch.optim.SGD or AdamW
+
+    with ``squared_hinge``: max(0, 1 - target * logit)^2, whose exact zeros skip all backward work of a
+    label (the published "implicit negative mining"), or ``bce``: log(1 + exp(-target * logit)).
+    bfloat16 weights are rounded stochastically, from a counter of (seed, step, label, connection).
+    Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads.
+
+    Args:
+        features: float32 [input, batch].
+        positive_offsets: int64 [batch + 1]; instance b has positive_labels[offsets[b]:offsets[b + 1]].
+        positive_labels: int32 or int64 [pair], in [0, label).
+        weight: float32 or bfloat16 [label, fan_in], updated.
+        indices: uint16 or int32 [group, fan_in].
+        bias: float32 [label], updated; weight decay spares it.
+        loss: ``squared_hinge`` or ``bce``.
+        optimizer: Update rule; its learning_rate is not read.
+        learning_rate: Rate of this step.
+        state: State of this optimizer kind, updated.
+        step: Number of this step, from 1 (bias correction, rounding).
+        seed: Seed of the rounding.
+        scale: Factor on loss and gradient, such as 1 / batch.
+        group_size: 1, 16, 32 or 64.
+        positive_weight: float32 [label] or None for 1.
+
+    Returns:
+        The loss, float64 [], and its gradient with respect to features, float32 [input, batch].
+
+    Raises:
+        NativeError: A dtype, shape, device, layout, label or state does not fit.
+    """
+    pair_label, pair_instance = _pairs(positive_offsets, positive_labels, features.shape[-1], weight.shape[0])
+    return torch.ops.xmlc.fused_step(
+        features,
+        pair_label,
+        pair_instance,
+        weight,
+        indices,
+        bias,
+        state.weight_first,
+        state.weight_second,
+        state.bias_first,
+        state.bias_second,
+        positive_weight,
+        group_size,
+        loss,
+        scale,
+        optimizer.kind,
+        learning_rate,
+        optimizer.weight_decay,
+        optimizer.momentum,
+        optimizer.beta1,
+        optimizer.beta2,
+        optimizer.eps,
+        step,
+        seed,
+    )
+
+
+def squared_hinge(logits: Tensor, target: Tensor) -> Tensor:
+    """Return max(0, 1 - target * logits)^2 of each logit, target in {-1, +1}."""
+    return (1.0 - target * logits).clamp_min(0.0).square()
+
+
+def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return log(1 + exp(-target * logits)) of each logit, target in {-1, +1}."""
+    return functional.softplus(-target * logits)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squared_hinge": squared_hinge,
+    "bce": binary_cross_entropy,
+}
+
+
+def _pairs(offsets: Tensor, labels: Tensor, batch: int, label: int) -> tuple[Tensor, Tensor]:
+    """Return the positives as (label, instance), int32 [pair] each, in rising order of the label."""
+    checks.tensor(_NAME, "positive_offsets", offsets, (batch + 1,), "[batch + 1]", torch.int64)
+    checks.tensor(_NAME, "positive_labels", labels, (labels.numel(),), "[pair]", torch.int32, torch.int64)
+    counts = offsets.diff()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != labels.numel() or bool((counts < 0).any()):
+        raise NativeError(
+            f"{_NAME}: positive_offsets must rise from 0 to {labels.numel()}, the number of positive_labels, "
+            f"got {int(offsets[0])} to {int(offsets[-1])}"
+        )
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= label):
+        raise NativeError(
+            f"{_NAME}: positive_labels must lie in [0, label) = [0, {label}), "
+            f"got values from {int(labels.min())} to {int(labels.max())}"
+        )
+    instances = torch.arange(batch, dtype=torch.int32).repeat_interleave(counts)
+    sorted_labels, order = labels.to(torch.int32).sort(stable=True)
+    return sorted_labels, instances[order]
+
+
+@torch.library.impl("xmlc::fused_step", "cpu")
+def _fused_step_cpu(
+    features: Tensor,
+    pair_label: Tensor,
+    pair_instance: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    weight_first: Tensor | None,
+    weight_second: Tensor | None,
+    bias_first: Tensor | None,
+    bias_second: Tensor | None,
+    positive_weight: Tensor | None,
+    group_size: int,
+    loss: str,
+    scale: float,
+    optimizer: str,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
+    checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
+    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    label, fan_in = weight.shape
+    if loss not in LOSSES:
+        raise NativeError(f"{_NAME}: loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+    if step < 1:
+        raise NativeError(f"{_NAME}: step must count from 1, got {step}")
+    _check_state(
+        optimizer, OptimizerState(weight_first, weight_second, bias_first, bias_second), label, fan_in
+    )
+    if positive_weight is not None:
+        checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
+    feature_gradient = torch.empty_like(features)
+    loss_sum = torch.empty((), dtype=torch.float64)
+    native.run(
+        native.cpu.fused_step,
+        native.threads_for(weight.numel() * batch),
+        layer=layer,
+        features=features.data_ptr(),
+        feature_gradient=feature_gradient.data_ptr(),
+        pair_label=pair_label.data_ptr(),
+        pair_instance=pair_instance.data_ptr(),
+        pair=pair_label.numel(),
+        positive_weight=_address(positive_weight),
+        batch=batch,
+        loss=loss,
+        scale=scale,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        step=step,
+        weight_first=_address(weight_first),
+        weight_second=_address(weight_second),
+        bias_first=_address(bias_first),
+        bias_second=_address(bias_second),
+        seed=seed,
+        loss_sum=loss_sum.data_ptr(),
+    )
+    return loss_sum, feature_gradient
+
+
+@torch.library.register_fake("xmlc::fused_step")
+def _fused_step_fake(features: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return features.new_empty((), dtype=torch.float64), torch.empty_like(features)
+
+
+def _check_state(kind: str, state: OptimizerState, label: int, fan_in: int) -> None:
+    with torch.device("meta"):
+        wanted = OptimizerState.zeros(kind, label, fan_in)
+    for name, like in vars(wanted).items():
+        value = getattr(state, name)
+        if (value is None) != (like is None):
+            raise NativeError(
+                f"{_NAME}: state must fit optimizer {kind!r}, got {name} "
+                f"{'absent' if value is None else 'too many'}; make it by OptimizerState.zeros"
+            )
+        if value is not None:
+            axes = "[label, fan_in]" if like.dim() == 2 else "[label]"
+            checks.tensor(_NAME, f"state.{name}", value, like.shape, axes, torch.float32)
+
+
+def _address(value: Tensor | None) -> int:
+    return 0 if value is None else value.data_ptr()

@@ -1,0 +1,149 @@
+"""Connection redistribution: prune the weakest connections and regrow as many elsewhere, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from xmlc import native
+from xmlc.errors import NativeError
+from xmlc.ops import checks
+
+_NAME = "redistribute"
+NEW_VALUES = ("zero", "random", "keep")
+SCOPES = ("layer", "group")
+
+torch.library.define(
+    "xmlc::redistribute",
+    "(Tensor(a!) weight, Tensor(b!) indices, Tensor(c!)? state0, Tensor(d!)? state1, int input, int group_size, "
+    "float? fraction, float? threshold, str scope, str new_value, float new_value_bound, int step, int seed) "
+    "-> Tensor",
+)
+
+
+def redistribute(
+    weight: Tensor,
+    indices: Tensor,
+    input: int,
+    *,
+    fraction: float | None = None,
+    threshold: float | None = None,
+    scope: str = "layer",
+    new_value: str = "zero",
+    new_value_bound: float = 0.0,
+    states: Sequence[Tensor] = (),
+    group_size: int = 1,
+    step: int = 0,
+    seed: int = 0,
+) -> int:
+    """Replace weak connections by random ones, keeping ``fan_in`` distinct inputs in every group.
+
+    The score of connection k of a group is the mean of ``|weight[l, k]|`` over its labels. With ``fraction``,
+    exactly ``floor(fraction * group * fan_in + 1/2)`` connections of lowest score go: over the whole layer
+    (``scope = "layer"``), or, within each group, its floor or ceiling of an equal share
+    (``scope = "group"``); ties are broken by a hash of (seed, step, position). With ``threshold``, every
+    connection whose score is below it goes. Each pruned connection gets an input drawn uniformly from those
+    that its group does not have at that moment, its weights become 0, uniform in
+    [-new_value_bound, new_value_bound), or stay, and its entries of ``states`` become 0.
+
+    Scratch is half a megabyte and 17 bytes × fan_in per thread, whatever the layer's size. Same arguments,
+    same bits, for any number of threads.
+
+    Args:
+        weight: float32 or bfloat16 [label, fan_in], updated.
+        indices: uint16 or int32 [group, fan_in], distinct within a row, updated.
+        input: Number of inputs, at least fan_in.
+        fraction: Share of the connections, in [0, 1]; exactly one of fraction and threshold.
+        threshold: Score below which a connection goes.
+        scope: ``layer`` or ``group``.
+        new_value: ``zero``, ``random`` or ``keep``.
+        new_value_bound: Of ``random``.
+        states: Up to two float32 [label, fan_in], updated.
+        group_size: 1, 16, 32 or 64.
+        step: Counter: another step draws other connections.
+        seed: Seed of draws and ties.
+
+    Returns:
+        The number of connections replaced (a group's connection counts once).
+
+    Raises:
+        NativeError: An argument does not fit.
+    """
+    if len(states) > 2:
+        raise NativeError(f"{_NAME}: states must be at most two tensors, got {len(states)}")
+    state0, state1, *_ = *states, None, None
+    return int(
+        torch.ops.xmlc.redistribute(
+            weight,
+            indices,
+            state0,
+            state1,
+            input,
+            group_size,
+            fraction,
+            threshold,
+            scope,
+            new_value,
+            new_value_bound,
+            step,
+            seed,
+        )
+    )
+
+
+@torch.library.impl("xmlc::redistribute", "cpu")
+def _redistribute_cpu(
+    weight: Tensor,
+    indices: Tensor,
+    state0: Tensor | None,
+    state1: Tensor | None,
+    input: int,
+    group_size: int,
+    fraction: float | None,
+    threshold: float | None,
+    scope: str,
+    new_value: str,
+    new_value_bound: float,
+    step: int,
+    seed: int,
+) -> Tensor:
+    bias = torch.empty(weight.shape[0])
+    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    if (fraction is None) == (threshold is None):
+        raise NativeError(f"{_NAME}: exactly one of fraction and threshold must be given, got {fraction}, {threshold}")
+    if fraction is not None and not 0.0 <= fraction <= 1.0:
+        raise NativeError(f"{_NAME}: fraction must lie in [0, 1], got {fraction}")
+    if weight.shape[1] > input:
+        raise NativeError(f"{_NAME}: fan_in must be at most input = {input}, got {weight.shape[1]}")
+    if new_value not in NEW_VALUES:
+        raise NativeError(f"{_NAME}: new_value must be one of {', '.join(NEW_VALUES)}, got {new_value!r}")
+    if scope not in SCOPES:
+        raise NativeError(f"{_NAME}: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+    for name, state in (("state 0", state0), ("state 1", state1)):
+        if state is not None:
+            checks.tensor(_NAME, name, state, weight.shape, "[label, fan_in]", torch.float32)
+    pruned = torch.empty((), dtype=torch.int64)
+    native.run(
+        native.cpu.redistribute,
+        native.threads_for(8 * weight.numel()),
+        layer=layer,
+        state0=0 if state0 is None else state0.data_ptr(),
+        state1=0 if state1 is None else state1.data_ptr(),
+        by_threshold=threshold is not None,
+        within_group=scope == "group",
+        threshold=threshold or 0.0,
+        prune=int((fraction or 0.0) * indices.numel() + 0.5),
+        new_value=new_value,
+        new_value_bound=new_value_bound,
+        seed=seed,
+        step=step,
+        pruned=pruned.data_ptr(),
+    )
+    return pruned
+
+
+@torch.library.register_fake("xmlc::redistribute")
+def _redistribute_fake(weight: Tensor, *_: object) -> Tensor:
+    return weight.new_empty((), dtype=torch.int64)

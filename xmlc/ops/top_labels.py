@@ -1,0 +1,87 @@
+"""Exact top-k labels of every instance without a [batch, label] tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xmlc import native
+from xmlc.errors import NativeError
+from xmlc.ops import checks
+from xmlc.ops.sparse_linear import sparse_linear_reference
+
+_NAME = "top_labels"
+
+torch.library.define(
+    "xmlc::top_labels",
+    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size) -> (Tensor, Tensor)",
+)
+
+
+def top_labels(
+    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits of each instance and their labels; ties go to the lowest label.
+
+    Equivalent to sorting each column of `sparse_linear` by (falling logit, rising label) and taking the first
+    k, in memory of batch × k per thread. A logit that is NaN or -inf is never taken.
+
+    Args:
+        features: float32 [input, batch].
+        weight: float32 or bfloat16 [label, fan_in].
+        indices: uint16 or int32 [group, fan_in].
+        bias: float32 [label].
+        k: Labels wanted, 1 <= k <= label.
+        group_size: 1, 16, 32 or 64.
+
+    Returns:
+        Scores, float32 [batch, k], falling, and labels, int64 [batch, k]; where an instance has fewer than k
+        logits above -inf, the rest is (-inf, -1).
+
+    Raises:
+        NativeError: A dtype, shape, device, layout, index or k does not fit.
+    """
+    return torch.ops.xmlc.top_labels(features, weight, indices, bias, k, group_size)
+
+
+def top_labels_reference(
+    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Compute `top_labels` from all logits by a stable sort; for small layers, in any floating dtype."""
+    logits = sparse_linear_reference(features, weight, indices, bias, group_size).T
+    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores, labels = logits.sort(dim=1, descending=True, stable=True)
+    scores, labels = scores[:, :k], labels[:, :k]
+    return scores, labels.where(scores > -torch.inf, torch.tensor(-1))
+
+
+@torch.library.impl("xmlc::top_labels", "cpu")
+def _top_labels_cpu(
+    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
+    checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
+    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    if not 1 <= k <= weight.shape[0]:
+        raise NativeError(f"{_NAME}: k must lie in [1, label] = [1, {weight.shape[0]}], got {k}")
+    scores = features.new_empty(batch, k)
+    labels = torch.empty(batch, k, dtype=torch.int64)
+    native.run(
+        native.cpu.top_labels,
+        native.threads_for(weight.numel() * batch),
+        layer=layer,
+        features=features.data_ptr(),
+        scores=scores.data_ptr(),
+        labels=labels.data_ptr(),
+        batch=batch,
+        k=k,
+    )
+    return scores, labels
+
+
+@torch.library.register_fake("xmlc::top_labels")
+def _top_labels_fake(
+    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    batch = features.shape[1]
+    return features.new_empty(batch, k), features.new_empty(batch, k, dtype=torch.int64)
