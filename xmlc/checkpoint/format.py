@@ -1,9 +1,9 @@
 """The checkpoint format: a folder of safetensors data under a checksummed manifest; no pickle anywhere.
 
-One atomic rename commits a checkpoint. Its tensors go into a data file of a name not used before, which reaches
-the disk first; then ``manifest.json`` is replaced. So a folder holds the old checkpoint until it holds the new
-one, whatever interrupts the writing, and what an interrupted write left is removed by the next one.
-``docs/checkpoint-format.md`` specifies every byte.
+One atomic rename commits a checkpoint. Its tensors go into a data file of a name not yet used, which
+reaches the disk first; then ``manifest.json`` is replaced. So a folder holds the old checkpoint until it
+holds the new one, whatever interrupts the writing, and the next write removes what such a one left behind.
+``docs/checkpoint-format.md`` specifies the files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError, model_validator
@@ -28,8 +28,11 @@ from xmlc.errors import CheckpointError
 FORMAT = "xmlc-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+LATEST = "latest"
+BEST = "best"
+
 CHUNK_BYTES = 16 * 2**20
-"""Most bytes that a tensor off the CPU is copied through, and that are hashed at once."""
+"""Bytes hashed and moved at once; also the largest buffer for a tensor that is not on the CPU."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -46,13 +49,14 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""The dtypes a checkpoint can hold, by their name in safetensors."""
+"""The dtypes that a checkpoint can hold, by their names in safetensors."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BLANK_CHECKSUM = "0" * 64
+_RESERVED_NAME = "__metadata__"  # a safetensors header keeps it for itself
 _DATA_FILE = re.compile(r"tensors-[0-9]+\.safetensors")
-_TEMPORARY_FILE = re.compile(r"\..+\.tmp")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_BLANK_CHECKSUM = "0" * 64
+_LOAD_ANOTHER = "load another checkpoint of the run, or a fresh copy of this one"
 
 
 @dataclass(frozen=True)
@@ -66,35 +70,488 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]
 ) -> None:
-    """Make ``folder`` the checkpoint of ``tensors`` and ``metadata``, replacing the one it may hold.
+    """Make ``folder`` the checkpoint of ``tensors`` and ``metadata``, in place of the one it may hold.
 
-    At every instant the folder holds either the old checkpoint whole or the new one. Tensors are streamed one by
-    one: a contiguous tensor on the CPU is not copied, one on another device goes through 16 MB at a time, a
-    non-contiguous one is copied alone. One process at a time may write to a folder.
+    At every instant the folder holds the old checkpoint or the new one, whole. Tensors are written one by
+    one: a contiguous tensor on the CPU is not copied, one on another device passes through ``CHUNK_BYTES`` at
+    a time, a non-contiguous one is copied alone. Only one process at a time may write to a folder.
 
     Args:
-        folder: Created where it does not exist, with its parents.
-        tensors: Any shapes; dtypes of ``DTYPES``; any names but ``__metadata__``.
+        folder: Made where it does not exist, with its parents.
+        tensors: Any shapes, the dtypes of ``DTYPES``, any names but ``__metadata__``.
         metadata: JSON values; NaN and infinities are not JSON.
 
     Raises:
-        CheckpointError: A dtype, a name or the metadata cannot be stored, or the disk refuses (full, read-only).
-            The old checkpoint is whole, and nothing of the new one remains.
+        CheckpointError: A tensor or the metadata cannot be stored, or the disk refuses (full, read-only). The
+            old checkpoint is still whole and nothing of the new one remains; only where the flush after the
+            rename fails does the folder hold the new one.
     """
-    entries = _describe(folder, tensors)
-    text = _manifest_text(folder, entries, metadata)  # finds metadata that is not JSON before anything is written
+    _check_storable(folder, tensors, metadata)
     try:
-        _clean(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        names = (f"tensors-{number}.safetensors" for number in itertools.count())
-        path = next(folder / name for name in names if not (folder / name).exists())
-        entries = _write_tensors(path, entries, tensors)
-        _sync_folder(folder)
-        text = _manifest_text(folder, entries, metadata)
-        write_atomic(folder / MANIFEST, text)
-        _sync_folder(folder.parent)
-    except OSError as error:
-        raise _refused_by_disk(folder, error) from error
+        with _writing(folder):
+            _clean(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            names = (f"tensors-{number}.safetensors" for number in itertools.count())
+            data = next(folder / name for name in names if not (folder / name).exists())
+            entries = _write_data(data, tensors)
+            _sync_folder(folder)
+            write_atomic(folder / MANIFEST, _manifest_text(entries, metadata))
+            _sync_folder(folder.parent)
     finally:
         with suppress(OSError):
             _clean(folder)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint into new CPU tensors, verifying every byte.
+
+    Raises:
+        CheckpointError: The folder holds no checkpoint, one of a newer version, or one that is not whole.
+    """
+    manifest = _checked_manifest(folder)
+    tensors = {
+        name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()
+    }
+    for file, entries in manifest.files().items():
+        _read_data(folder / file, entries, tensors)
+    return Checkpoint(manifest.metadata, tensors)
+
+
+def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, JsonValue]:
+    """Read a checkpoint into existing tensors, on any device, verifying every byte; return its metadata.
+
+    Changes ``tensors`` in place. After an error about damaged data some of them already hold new values.
+
+    Args:
+        folder: The checkpoint.
+        tensors: Contiguous tensors of exactly the checkpoint's names, dtypes and shapes.
+
+    Raises:
+        CheckpointError: As ``read_checkpoint``, or the tensors are not those of the checkpoint.
+    """
+    manifest = _checked_manifest(folder)
+    advice = "check the run's configuration"
+    _check_names(f"{folder}: the checkpoint", set(tensors), set(manifest.tensors), advice)
+    for name, entry in manifest.tensors.items():
+        tensor = tensors[name]
+        dtype = DTYPES[entry.dtype]
+        if (tensor.dtype, list(tensor.shape)) != (dtype, entry.shape) or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} must be read into contiguous {dtype} {entry.shape}, found "
+                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; {advice}"
+            )
+    for file, entries in manifest.files().items():
+        _read_data(folder / file, entries, tensors)
+    return manifest.metadata
+
+
+def read_metadata(folder: Path) -> Mapping[str, JsonValue]:
+    """Return a checkpoint's metadata without reading its tensors.
+
+    Raises:
+        CheckpointError: The folder holds no manifest, one of a newer version, or a damaged one.
+    """
+    return _read_manifest(folder).metadata
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a whole file so that ``path`` holds either its old content or ``data``, even after a power cut.
+
+    Text is written as UTF-8. The folder of ``path`` must exist.
+
+    Raises:
+        CheckpointError: The disk refuses (full, read-only).
+    """
+    temporary = _temporary(path)
+    try:
+        with _writing(path):
+            with temporary.open("wb") as stream:
+                stream.write(data.encode() if isinstance(data, str) else data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+            _sync_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The checkpoints of one run: ``root/<name>/`` each, and the files ``latest`` and ``best`` that name one.
+
+    ``root`` belongs to this class, and one process at a time may change it. Names sort in the order of saving
+    (``step-00001000``).
+    """
+
+    root: Path
+
+    def save(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]) -> Path:
+        """Write the checkpoint ``name`` and make it the latest, after removing what interrupted writes left.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: As ``write_checkpoint``, or the name is not a plain one. ``latest`` names the
+                checkpoint it named before.
+        """
+        if not _CHECKPOINT_NAME.fullmatch(name) or name in (LATEST, BEST):
+            raise CheckpointError(
+                f"{self.root}: a checkpoint's name must be of letters, digits and '._-', found {name!r}; "
+                "choose one like step-00001000"
+            )
+        with _writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for folder in self.root.iterdir():
+                _clean(folder)
+            for pointer in (LATEST, BEST):
+                _temporary(self.root / pointer).unlink(missing_ok=True)
+        write_checkpoint(self.root / name, tensors, metadata)
+        write_atomic(self.root / LATEST, f"{name}\n")
+        return self.root / name
+
+    def latest(self) -> Path | None:
+        """Return the folder of the checkpoint saved last, or None before the first.
+
+        Raises:
+            CheckpointError: The file ``latest`` names no checkpoint.
+        """
+        return self._pointed(LATEST)
+
+    def best(self) -> Path | None:
+        """Return the folder of the checkpoint marked best, or None if none is.
+
+        Raises:
+            CheckpointError: The file ``best`` names no checkpoint.
+        """
+        return self._pointed(BEST)
+
+    def mark_best(self, name: str) -> None:
+        """Make the saved checkpoint ``name`` the best one.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or the disk refuses.
+        """
+        if name not in self.names():
+            raise CheckpointError(
+                f"{self.root}: the best checkpoint must be a saved one, found {name!r}; "
+                f"choose one of {self.names()}"
+            )
+        write_atomic(self.root / BEST, f"{name}\n")
+
+    def keep(self, last: int = 1) -> None:
+        """Remove all checkpoints but the ``last`` ones by name, the latest and the best.
+
+        Raises:
+            CheckpointError: The disk refuses, or ``latest`` or ``best`` names no checkpoint.
+        """
+        names = self.names()
+        protected = {self.latest(), self.best()}
+        for folder in (self.root / name for name in names[: max(len(names) - last, 0)]):
+            if folder in protected:
+                continue
+            with _writing(folder):
+                (folder / MANIFEST).unlink()
+                _sync_folder(folder)  # a manifest must not outlive its data
+                _clean(folder)
+
+    def names(self) -> list[str]:
+        """Return the names of the committed checkpoints, sorted."""
+        return sorted(path.parent.name for path in self.root.glob(f"*/{MANIFEST}"))
+
+    def _pointed(self, pointer: str) -> Path | None:
+        path = self.root / pointer
+        if not path.exists():
+            return None
+        with _reading(path):
+            name = path.read_text(encoding="utf-8", errors="replace").strip()
+        if name not in self.names():
+            raise CheckpointError(
+                f"{path}: must name a checkpoint beside it, found {name!r}; "
+                f"write one of {self.names()} into it"
+            )
+        return self.root / name
+
+
+class _Entry(BaseModel):
+    """One tensor in the manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    file: str
+    dtype: str
+    shape: list[NonNegativeInt]
+    bytes: NonNegativeInt
+    checksum: str
+
+    @model_validator(mode="after")
+    def _check(self) -> _Entry:
+        if not _DATA_FILE.fullmatch(self.file):
+            raise ValueError(
+                f"file must be tensors-<number>.safetensors in the same folder, found {self.file!r}"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {self.dtype!r}")
+        needed = math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        if self.bytes != needed:
+            raise ValueError(f"bytes must be {needed} for {self.dtype} {self.shape}, found {self.bytes}")
+        return self
+
+
+class _Manifest(BaseModel):
+    """The whole manifest; the order of its tensors is their order in the data file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["xmlc-checkpoint"]
+    version: Literal[1]
+    checksum: str
+    metadata: dict[str, JsonValue]
+    tensors: dict[str, _Entry]
+
+    def files(self) -> dict[str, dict[str, _Entry]]:
+        """Return the tensors of each data file, in order."""
+        files: dict[str, dict[str, _Entry]] = {}
+        for name, entry in self.tensors.items():
+            files.setdefault(entry.file, {})[name] = entry
+        return files
+
+
+def _check_storable(
+    folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]
+) -> None:
+    """Raise CheckpointError before anything is written for what the format cannot hold."""
+    for name, tensor in tensors.items():
+        if name == _RESERVED_NAME:
+            raise CheckpointError(
+                f"{folder}: a tensor's name must not be reserved by safetensors, found {name!r}; rename it"
+            )
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} must have a dtype among {sorted(DTYPES)}, found {tensor.dtype}; "
+                "convert it"
+            )
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}: the metadata must be JSON, found: {error}; "
+            "use finite numbers, strings, lists and dictionaries"
+        ) from error
+
+
+def _manifest_text(entries: Mapping[str, _Entry], metadata: Mapping[str, JsonValue]) -> str:
+    """Return the text of ``manifest.json``, with the checksum of itself."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "checksum": _BLANK_CHECKSUM,
+        "metadata": metadata,
+        "tensors": {name: entry.model_dump() for name, entry in entries.items()},
+    }
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    return text.replace(_BLANK_CHECKSUM, hashlib.sha256(text.encode()).hexdigest(), 1)
+
+
+def _read_manifest(folder: Path) -> _Manifest:
+    """Read and verify ``manifest.json``; data files are not touched."""
+    path = folder / MANIFEST
+    with _reading(path):
+        raw = path.read_bytes()
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: must be JSON, found: {error}; {_LOAD_ANOTHER}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(
+            f'{path}: must say "format": "{FORMAT}", found another file; name a checkpoint\'s folder'
+        )
+    version = document.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(f"{path}: version must be at most {VERSION}, found {version}; upgrade xmlc")
+    checksum = str(document.get("checksum"))
+    blanked = raw.replace(checksum.encode(errors="replace"), _BLANK_CHECKSUM.encode(), 1)
+    if hashlib.sha256(blanked).hexdigest() != checksum:
+        raise CheckpointError(f"{path}: must have the checksum it states, found another; {_LOAD_ANOTHER}")
+    try:
+        return _Manifest.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {place}: {first['msg']}; {_LOAD_ANOTHER}") from error
+
+
+def _checked_manifest(folder: Path) -> _Manifest:
+    """Read the manifest and check that the data files can hold what it says; the tensors' bytes are not read.
+
+    This comes before memory is taken for the tensors, so a damaged file cannot claim any.
+    """
+    manifest = _read_manifest(folder)
+    for file, entries in manifest.files().items():
+        _check_data_file(folder / file, entries)
+    return manifest
+
+
+def _header(entries: Mapping[str, _Entry]) -> bytes:
+    """Return the safetensors header of ``entries``, including its 8 bytes of length."""
+    fields = {}
+    start = 0
+    for name, entry in entries.items():
+        end = start + entry.bytes
+        fields[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_data(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Entry]:
+    """Write a new safetensors file to the disk; return its entries, checksums included, in file order."""
+    # Falling item size keeps every tensor aligned, which memory-mapping readers need.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    entries = {
+        name: _Entry(
+            file=path.name,
+            dtype=_DTYPE_NAMES[tensors[name].dtype],
+            shape=list(tensors[name].shape),
+            bytes=tensors[name].nbytes,
+            checksum=_BLANK_CHECKSUM,
+        )
+        for name in names
+    }
+    with path.open("xb") as stream:
+        stream.write(_header(entries))
+        for name in names:
+            digest = hashlib.sha256()
+            for chunk in _byte_chunks(tensors[name]):
+                data = chunk.cpu().numpy().data
+                digest.update(data)
+                stream.write(data)
+            entries[name] = entries[name].model_copy(update={"checksum": digest.hexdigest()})
+        stream.flush()
+        os.fsync(stream.fileno())
+    return entries
+
+
+def _check_data_file(path: Path, entries: Mapping[str, _Entry]) -> None:
+    """Check names, dtypes, shapes and size of a data file against the manifest; the data is not read."""
+    header = _header(entries)
+    expected = len(header) + sum(entry.bytes for entry in entries.values())
+    with _reading(path), path.open("rb") as stream:
+        found = stream.read(len(header))
+        size = stream.seek(0, os.SEEK_END)
+    if found != header:
+        _check_names(f"{path}: the file", set(entries), _names_in(path, set(entries)), _LOAD_ANOTHER)
+    if size != expected:
+        raise CheckpointError(
+            f"{path}: must be {expected} bytes by {MANIFEST}, found {size}; it was cut short or added to, "
+            f"{_LOAD_ANOTHER}"
+        )
+    if found != header:
+        raise CheckpointError(
+            f"{path}: its header must give the dtypes, shapes and places of {MANIFEST}, found others; "
+            f"{_LOAD_ANOTHER}"
+        )
+
+
+def _names_in(path: Path, otherwise: set[str]) -> set[str]:
+    """Return the tensors that a safetensors file names, or ``otherwise`` if its header cannot be read."""
+    with _reading(path), path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(min(length, 100_000_000))  # the library's own limit
+    try:
+        return set(json.loads(text)) - {_RESERVED_NAME}
+    except (ValueError, TypeError, RecursionError):
+        return otherwise
+
+
+def _check_names(where: str, must: set[str], found: set[str], advice: str) -> None:
+    """Raise CheckpointError unless the tensors ``found`` are those that ``must`` be there."""
+    if must != found:
+        raise CheckpointError(
+            f"{where} must hold exactly the tensors expected of it, found {sorted(must - found)} missing and "
+            f"{sorted(found - must)} extra; {advice}"
+        )
+
+
+def _read_data(path: Path, entries: Mapping[str, _Entry], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read a data file that ``_check_data_file`` accepts into contiguous ``tensors``, in place."""
+    with _reading(path), path.open("rb") as stream:
+        stream.seek(len(_header(entries)))
+        for name, entry in entries.items():
+            digest = hashlib.sha256()
+            for chunk in _byte_chunks(tensors[name]):
+                buffer = torch.empty_like(chunk, device="cpu") if chunk.device.type != "cpu" else chunk
+                stream.readinto(buffer.numpy().data)
+                digest.update(buffer.numpy().data)
+                if buffer is not chunk:
+                    chunk.copy_(buffer)
+            if digest.hexdigest() != entry.checksum:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} must have the checksum of {MANIFEST}, found another; "
+                    f"{_LOAD_ANOTHER}"
+                )
+
+
+def _byte_chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the bytes of ``tensor`` as uint8 vectors; they share its memory if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what an interrupted write left: data that the manifest does not name, or a folder without one.
+
+    Where the manifest cannot be trusted everything stays, for somebody to look at.
+    """
+    if not folder.is_dir():
+        return
+    committed = (folder / MANIFEST).exists()
+    try:
+        used = _read_manifest(folder).files() if committed else {}
+    except CheckpointError:
+        return
+    _temporary(folder / MANIFEST).unlink(missing_ok=True)
+    for path in list(folder.iterdir()):
+        if _DATA_FILE.fullmatch(path.name) and path.name not in used:
+            path.unlink()
+    if not committed:
+        with suppress(OSError):  # files of others keep it
+            folder.rmdir()
+
+
+def _temporary(path: Path) -> Path:
+    """Return where ``write_atomic`` prepares ``path``; one fixed name, so that the next write reuses it."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: must exist, found no such file; name a whole checkpoint's folder"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: must be readable, found: {error}; {_LOAD_ANOTHER}") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: must be writable, found: {error}; free space or choose another folder, "
+            "what was there before is still whole"
+        ) from error
