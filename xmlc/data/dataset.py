@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import scipy.sparse
@@ -18,7 +18,7 @@ from xmlc.errors import DataError
 
 Kind = Literal["sparse", "dense", "text"]
 Features = CsrRows | NDArray[Any]
-SparseMatrix = scipy.sparse.sparray | scipy.sparse.spmatrix
+SparseMatrix: TypeAlias = scipy.sparse.sparray | scipy.sparse.spmatrix
 
 DEFAULT_PROPENSITY_A = 0.55
 DEFAULT_PROPENSITY_B = 1.5
@@ -141,7 +141,7 @@ def label_rows(matrix: CsrRows, where: str) -> CsrRows:
         entry = int(np.argmax(matrix.values < 0))
         raise DataError(
             f"{where}: the relevance of a label must be 0 or more, found {matrix.values[entry]} for label "
-            f"{matrix.indices[entry]} in row {row_of(matrix.offsets, entry)}; remove the label or correct its value"
+            f"{matrix.indices[entry]} in row {row_of(matrix.offsets, entry)}; remove the label or correct it"
         )
     kept = matrix.values > 0
     if kept.all():
@@ -174,31 +174,36 @@ def check_dense(features: NDArray[Any], where: str) -> None:
 
 
 def check_agreement(dataset: Dataset) -> None:
-    """Check that rows and columns of all parts agree.
+    """Check that there is something to train on, and that rows and columns of all parts agree.
 
     Raises:
-        DataError: Two parts disagree; both figures are named.
+        DataError: There is not, or two parts disagree; both figures are named.
     """
-    where = dataset.name
+    where = str(dataset.source or dataset.name)
+    if not dataset.train.instances or not dataset.label_count:
+        raise DataError(
+            f"{where}: training must hold at least one instance and one label, found "
+            f"{dataset.train.instances} instances and {dataset.label_count} labels; add data"
+        )
     for split_name, split in _splits(dataset):
         for part in ("features", "texts", "filter_pairs"):
             column = getattr(split, part)
             rows = split.instances if column is None else row_count(column)
             if rows != split.instances:
                 raise DataError(
-                    f"{where}: the {split_name} {part} must have a row for each of the {split.instances} rows "
-                    f"of labels, found {rows}; use files that belong together"
+                    f"{where}: the {split_name} {part} must have a row for each of the {split.instances} "
+                    f"rows of labels, found {rows}; use parts that belong together"
                 )
         if split.labels.columns != dataset.label_count:
             raise DataError(
                 f"{where}: training and test must have the same labels, found {dataset.label_count} in "
-                f"training and {split.labels.columns} in {split_name}; use files that belong together"
+                f"training and {split.labels.columns} in {split_name}; use parts that belong together"
             )
         found = feature_columns(split.features)
         if found != dataset.feature_count:
             raise DataError(
                 f"{where}: training and test must have the same features, found {dataset.feature_count} in "
-                f"training and {found} in {split_name}; use files that belong together"
+                f"training and {found} in {split_name}; use parts that belong together"
             )
     for part, count in (
         ("label_names", dataset.label_count),
@@ -210,7 +215,7 @@ def check_agreement(dataset: Dataset) -> None:
         if column is not None and row_count(column) != count:
             raise DataError(
                 f"{where}: {part} must have {count} rows, one for each {part.split('_')[0]}, found "
-                f"{row_count(column)}; use files that belong together"
+                f"{row_count(column)}; use parts that belong together"
             )
 
 
@@ -288,4 +293,6 @@ def text_column(texts: Iterable[str], where: str) -> TextColumn:
     try:
         return TextColumn.from_strings(strings)
     except UnicodeEncodeError as error:
-        raise DataError(f"{where} must be valid Unicode, found {error.object!r}; remove the surrogate") from None
+        raise DataError(
+            f"{where} must be valid Unicode, found {error.object!r}; remove the surrogate"
+        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import scipy.sparse
@@ -59,7 +60,9 @@ class CsrRows:
         try:
             rows.check_format(full_check=True)
         except ValueError as error:
-            raise DataError(f"{where}: must be a valid sparse matrix, found: {error}; write it anew") from None
+            raise DataError(
+                f"{where}: must be a valid sparse matrix, found: {error}; write it anew"
+            ) from None
         if rows.shape[1] > np.iinfo(np.int32).max:
             raise DataError(f"{where}: must have at most 2^31 - 1 columns, found {rows.shape[1]}")
         rows.sum_duplicates()
@@ -99,7 +102,7 @@ class TextColumn:
         for first in range(0, len(self), _TEXTS_PER_READ):
             offsets = self.offsets[first : first + _TEXTS_PER_READ + 1].tolist()
             block = self.data[offsets[0] : offsets[-1]].tobytes()
-            for start, end in zip(offsets, offsets[1:], strict=False):
+            for start, end in pairwise(offsets):
                 yield block[start - offsets[0] : end - offsets[0]]
 
     def take(self, rows: Int64) -> TextColumn:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from xmlc.errors import DataError
 
@@ -42,12 +42,14 @@ class Repairs:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Return ``folder/name`` or ``folder/name.gz``, whichever is there.
+    """Return ``folder/name`` or, for text, ``folder/name.gz``, whichever is there.
 
     Raises:
         DataError: Both are there.
     """
     plain, packed = folder / name, folder / f"{name}.gz"
+    if name.endswith((".npy", ".npz")):
+        return plain if plain.is_file() else None
     if plain.is_file() and packed.is_file():
         raise DataError(f"{folder}: must hold one of {plain.name} and {packed.name}, found both; remove one")
     return next((path for path in (plain, packed) if path.is_file()), None)
@@ -66,7 +68,7 @@ def require(folder: Path, name: str) -> Path:
 
 
 def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, whole lines): 1-based, each line ended by a newline, no byte order mark.
+    """Yield (1-based number of the first line, whole lines), each line with its newline, no byte order mark.
 
     Raises:
         DataError: The file cannot be read, is cut short, or is not text in UTF-8 (as far as bytes tell).
@@ -90,8 +92,8 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                     rest += chunk
                     if len(rest) > _LONGEST_LINE_BYTES:
                         raise DataError(
-                            f"{path}:{line}: a line must be shorter than {_LONGEST_LINE_BYTES} bytes, found a "
-                            "longer one; write one instance per line"
+                            f"{path}:{line}: a line must be shorter than {_LONGEST_LINE_BYTES} bytes, "
+                            "found a longer one; write one instance per line"
                         )
                     continue
                 block = rest + chunk[:end]
@@ -104,7 +106,9 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             "copy or download it again"
         ) from None
     except OSError as error:
-        raise DataError(f"{path}: must be a readable file, found: {error.strerror}; check its rights") from None
+        raise DataError(
+            f"{path}: must be a readable file, found: {error.strerror}; check its rights"
+        ) from None
     if rest:
         yield line, rest + b"\n"
 
@@ -142,7 +146,7 @@ def shorten(text: bytes | str, limit: int = 60) -> str:
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 

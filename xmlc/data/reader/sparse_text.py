@@ -1,13 +1,14 @@
 """Lines of ``index:value`` pairs, with or without a leading label field, and filter pairs.
 
-Two parsers read the same language. `_parse_block` takes many lines at once by array operations and gives up on
-anything that is not plainly right; `_parse_line` takes one line and says what is wrong with it. Whatever the first
-gives up on, the second reads, so that every error names its line and clean data is fast.
+Two parsers read the same language. `_parse_block` takes many lines at once by array operations and gives up
+on anything that is not plainly right; `_parse_line` takes one line and says what is wrong with it. Whatever
+the first gives up on, the second reads, so that every error names its line and clean data is fast.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xmlc.data.reader.files import Repairs, line_blocks, shorten
-from xmlc.data.reader.spool import RowsSpool
+from xmlc.data.reader.spool import RowsSpool, Scratch
 from xmlc.data.rows import CsrRows, Int64, row_of
 from xmlc.errors import DataError
 
@@ -32,8 +33,8 @@ def _byte_set(members: bytes) -> NDArray[np.bool_]:
 
 
 _BLANK = _byte_set(b" \t\r\n\v\f")
-_NUMERIC = _byte_set(b"0123456789+-.eE")
-_NEWLINE, _COLON, _COMMA, _SPACE, _ZERO = b"\n:, 0"
+_NUMERIC_OR_BLANK = _BLANK | _byte_set(b"0123456789+-.eE")
+_NEWLINE, _COLON, _COMMA, _ZERO = b"\n:,0"
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def read_header(path: Path, names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(int(field) for field in fields)
 
 
-def read_rows(layout: Layout, scratch: Path, repairs: Repairs) -> tuple[CsrRows, CsrRows | None]:
+def read_rows(layout: Layout, scratch: Scratch, repairs: Repairs) -> tuple[CsrRows, CsrRows | None]:
     """Read the lines after the header.
 
     Returns:
-        Features [row, column] with values; labels [row, label] without, or None where lines have no label field.
+        Features [row, column] with values; labels [row, label] without, None where lines have no label field.
 
     Raises:
         DataError: A line is malformed, an index out of range, a value not finite, or there are more or fewer
@@ -88,8 +89,8 @@ def read_rows(layout: Layout, scratch: Path, repairs: Repairs) -> tuple[CsrRows,
         if not finite.all():
             row = row_of(feature_part.offsets, int(np.argmin(finite)))
             raise DataError(
-                f"{layout.path}:{body_line + row}: the sum of a repeated feature must be finite in float32, found "
-                "an overflow; keep one of the repeats"
+                f"{layout.path}:{body_line + row}: the sum of a repeated feature must be finite in "
+                "float32, found an overflow; keep one of the repeats"
             )
         features.append(feature_part)
         if label_part is not None:
@@ -134,8 +135,8 @@ def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> b
     for number, text in enumerate(split[expected:], line + expected):
         if text.strip():
             raise DataError(
-                f"{layout.path}:{number}: the header promises {layout.rows} rows, found more: {shorten(text)}; "
-                "correct the header"
+                f"{layout.path}:{number}: the header promises {layout.rows} rows, found more: "
+                f"{shorten(text)}; correct the header"
             )
     return b"".join(text + b"\n" for text in split[:expected])
 
@@ -205,7 +206,8 @@ def _parse_integers(text: NDArray[np.uint8], starts: Int64, ends: Int64, limit: 
         digits = text[np.maximum(ends - 1 - place, starts)] - np.uint8(_ZERO)
         if (digits > 9).any():
             return None
-        numbers += np.where(place < lengths, digits * np.int64(10**place), 0)
+        # int64 first: NumPy 1 would multiply in the digits' uint8.
+        numbers += np.where(place < lengths, digits.astype(np.int64) * 10**place, 0)
     return numbers.astype(np.int32) if numbers.max() < limit else None
 
 
@@ -213,16 +215,18 @@ def _parse_values(text: NDArray[np.uint8], starts: Int64, ends: Int64) -> Any:
     """Parse [start, end) as finite float32 [token]; None where one is anything else."""
     if not len(starts):
         return np.empty(0, np.float32)
-    steps = np.zeros(len(text), np.int8)
+    steps = np.zeros(len(text) + 1, np.int8)
     steps[starts] = 1
-    steps[ends] = -1
-    inside = np.cumsum(steps, dtype=np.int8).astype(np.bool_)
-    if not _NUMERIC[text[inside]].all():
+    steps[ends + 1] = -1  # each token with the blank after it
+    tokens = text[np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)]
+    if not _NUMERIC_OR_BLANK[tokens].all():
         return None
-    try:
-        values = np.fromstring(np.where(inside, text, np.uint8(_SPACE)).tobytes(), sep=" ")
-    except (ValueError, DeprecationWarning):
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # how NumPy up to 2.2 refuses text
+        try:
+            values = np.fromstring(tokens.tobytes(), sep=" ")
+        except (ValueError, DeprecationWarning):
+            return None
     # A token can hold two numbers for this parser ("1.5.5") but never none, so equal counts mean one each.
     return _finite_float32(values) if len(values) == len(starts) else None
 
@@ -256,7 +260,7 @@ def _parse_line(raw: bytes, where: str, layout: Layout) -> tuple[list[int], list
     tokens = raw.split()
     labels = []
     if layout.labels is not None and tokens and b":" not in tokens[0] and raw.startswith(tokens[0]):
-        labels = [_parse_index(where, "label", field, layout.labels) for field in tokens.pop(0).split(b",")]
+        labels = [_parse_index(where, "a label", field, layout.labels) for field in tokens.pop(0).split(b",")]
     indices, values = [], []
     for token in tokens:
         index, colon, value = token.partition(b":")
@@ -265,7 +269,7 @@ def _parse_line(raw: bytes, where: str, layout: Layout) -> tuple[list[int], list
             raise DataError(
                 f"{where}: a feature must be index:value{start}, found {shorten(token)}; correct the line"
             )
-        indices.append(_parse_index(where, "index", index, layout.columns))
+        indices.append(_parse_index(where, "a feature index", index, layout.columns))
         if not _NUMBER.fullmatch(value) or _finite_float32(np.array([float(value)])) is None:
             raise DataError(
                 f"{where}: a value must be a number finite in float32, found {shorten(token)}; "
@@ -278,12 +282,12 @@ def _parse_line(raw: bytes, where: str, layout: Layout) -> tuple[list[int], list
 def _parse_index(where: str, what: str, field: bytes, limit: int) -> int:
     if not field.isdigit():
         raise DataError(
-            f"{where}: a {what} must be a whole number from 0 to {limit - 1}, found {shorten(field)}; "
+            f"{where}: {what} must be a whole number from 0 to {limit - 1}, found {shorten(field)}; "
             "correct the line"
         )
     if len(field) > 18 or int(field) >= limit:
         raise DataError(
-            f"{where}: a {what} must be at most {limit - 1}, found {shorten(field)}; indices count from 0: "
+            f"{where}: {what} must be at most {limit - 1}, found {shorten(field)}; indices count from 0: "
             "correct the line or the header"
         )
     return int(field)
@@ -312,8 +316,8 @@ def _parse_pair_lines(path: Path, block: bytes, line: int, instances: int, label
             )
         pairs.append(
             (
-                _parse_index(f"{path}:{number}", "instance", fields[0], instances),
-                _parse_index(f"{path}:{number}", "label", fields[1], labels),
+                _parse_index(f"{path}:{number}", "an instance", fields[0], instances),
+                _parse_index(f"{path}:{number}", "a label", fields[1], labels),
             )
         )
     return np.array(pairs, np.int64).reshape(-1, 2).T

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from array import array
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,23 @@ from xmlc.data.rows import CsrRows, TextColumn
 _BUFFER_BYTES = 1 << 20
 
 
-class Spool:
-    """One growing array in an unnamed file."""
+class Scratch(ExitStack):
+    """A folder for spools; leaving the context closes them, and what `Spool.finish` returned stays."""
 
-    def __init__(self, scratch: Path, dtype: type[np.generic]) -> None:
-        self._file = tempfile.TemporaryFile(dir=scratch, buffering=_BUFFER_BYTES)
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def spool(self, dtype: type[np.generic]) -> Spool:
+        """Return a new spool in an unnamed file."""
+        return Spool(self.enter_context(TemporaryFile(dir=self._folder, buffering=_BUFFER_BYTES)), dtype)
+
+
+class Spool:
+    """One growing array in a file."""
+
+    def __init__(self, file: IO[bytes], dtype: type[np.generic]) -> None:
+        self._file = file
         self._dtype = np.dtype(dtype)
         self.size = 0
 
@@ -34,23 +47,22 @@ class Spool:
         self.size += len(data) // self._dtype.itemsize
 
     def finish(self) -> NDArray[Any]:
-        """Return everything appended, memory-mapped; the file goes when the array does."""
-        with self._file:
-            self._file.flush()
-            if not self.size:
-                return np.empty(0, self._dtype)
-            return np.asarray(np.memmap(self._file, self._dtype, "r", shape=(self.size,)))
+        """Return everything appended, memory-mapped; the space on disk goes when the array does."""
+        self._file.flush()
+        if not self.size:
+            return np.empty(0, self._dtype)
+        return np.asarray(np.memmap(self._file, self._dtype, "r", shape=(self.size,)))
 
 
 class RowsSpool:
     """Growing compressed sparse rows."""
 
-    def __init__(self, scratch: Path, columns: int, with_values: bool) -> None:
+    def __init__(self, scratch: Scratch, columns: int, with_values: bool) -> None:
         self._columns = columns
-        self._offsets = Spool(scratch, np.int64)
+        self._offsets = scratch.spool(np.int64)
         self._offsets.append(np.zeros(1, np.int64))
-        self._indices = Spool(scratch, np.int32)
-        self._values = Spool(scratch, np.float32) if with_values else None
+        self._indices = scratch.spool(np.int32)
+        self._values = scratch.spool(np.float32) if with_values else None
 
     @property
     def rows(self) -> int:
@@ -74,9 +86,9 @@ class RowsSpool:
 class TextSpool:
     """Growing column of texts."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Scratch) -> None:
         self._offsets = array("q", [0])
-        self._data = Spool(scratch, np.uint8)
+        self._data = scratch.spool(np.uint8)
 
     def append(self, text: str) -> None:
         """Append one text."""

@@ -1,0 +1,68 @@
+"""Figures of a data set, against counts by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from xmlc.data import Dataset
+from xmlc.data.describe import describe
+
+LABELS = scipy.sparse.csr_array(np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]]))
+TEST_LABELS = scipy.sparse.csr_array(np.array([[0, 0, 1], [1, 0, 0], [0, 0, 0]]))
+DENSE = np.array([[1.0, 0], [0, 2], [0, 0]])
+TEST_DENSE = np.array([[0.0, 2], [0, 0], [5, 5]])
+
+
+def make(features: Any, test_features: Any) -> dict[str, Any]:
+    dataset = Dataset.from_arrays(features, LABELS, test_features=test_features, test_labels=TEST_LABELS)
+    return describe(dataset)
+
+
+def test_labels_are_counted_over_training_instances() -> None:
+    described = make(DENSE, TEST_DENSE)
+    assert described["labels"] == {
+        "count": 3,
+        "training_instances": {"mean": 1.0, "median": 1.0, "max": 2},
+        "share_with_0": pytest.approx(1 / 3),
+        "share_with_1": pytest.approx(1 / 3),
+        "share_with_at_most_5": 1.0,
+    }
+    assert described["train"]["labels_per_instance"] == {"mean": 1.0, "median": 1.0, "max": 2}
+    assert described["train"]["without_labels"] == 1
+    assert described["test"]["without_labels"] == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "test_features", "gap", "seen"),
+    [
+        (["a", "b", ""], ["b", "", "c"], "without_text", 1),
+        (scipy.sparse.csr_array(DENSE), scipy.sparse.csr_array(TEST_DENSE), "without_features", 1),
+    ],
+)
+def test_empty_instances_are_counted_and_never_count_as_seen(
+    features: Any, test_features: Any, gap: str, seen: int
+) -> None:
+    described = make(features, test_features)
+    assert described["train"][gap] == 1
+    assert described["test"][gap] == 1
+    assert described["test"]["seen_in_training"] == seen
+
+
+def test_dense_instances_are_compared_bit_by_bit() -> None:
+    assert make(DENSE, TEST_DENSE)["test"]["seen_in_training"] == 2
+
+
+def test_the_description_is_plain_json() -> None:
+    described = make(DENSE, TEST_DENSE)
+    assert json.loads(json.dumps(described)) == described
+    assert described["propensity_a"] == 0.55
+    assert len(described["fingerprint"]) == 32
+
+
+def test_a_data_set_without_test_has_no_test_figures() -> None:
+    assert "test" not in describe(Dataset.from_arrays(DENSE, LABELS))

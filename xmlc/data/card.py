@@ -1,0 +1,184 @@
+"""Cards: what a known data set is, how it is licensed, and where to get it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import xmlc
+from xmlc.data.dataset import DEFAULT_PROPENSITY_A, DEFAULT_PROPENSITY_B, Dataset
+from xmlc.errors import DataError
+
+CARD_NAME = "dataset.toml"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Counts(_Part):
+    """Size of a data set; ``features`` is 0 for text."""
+
+    train: int = Field(ge=1)
+    test: int = Field(ge=0)
+    labels: int = Field(ge=1)
+    features: int = Field(default=0, ge=0)
+
+
+class Card(_Part):
+    """One ``datasets/<name>/dataset.toml``."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    title: str
+    kind: Literal["sparse", "dense", "text"]
+    licence: str
+    source: str
+    """Who made it, and from what."""
+    obtain: str
+    """How to get the files, in a sentence or two."""
+    counts: Counts | None = None
+    propensity_a: float = DEFAULT_PROPENSITY_A
+    propensity_b: float = DEFAULT_PROPENSITY_B
+    filters: tuple[str, ...] = ()
+    """Those of ``files`` that hold (instance, label) pairs to mask."""
+    files: dict[str, str] = Field(min_length=1)
+    """File name to SHA-256 in hexadecimal; empty where the files are not fixed byte by byte."""
+
+
+def cards_folder() -> Path:
+    """Return the folder of the cards: inside the installed package, or beside it in a checkout.
+
+    Raises:
+        DataError: Neither is there.
+    """
+    package = Path(xmlc.__file__).parent
+    for folder in (package / "datasets", package.parent / "datasets"):
+        if folder.is_dir():
+            return folder
+    raise DataError(
+        f"{package / 'datasets'}: must hold the cards of known data sets, found none; install xmlc again"
+    )
+
+
+def list_cards() -> list[Card]:
+    """Return every known card, by name.
+
+    Raises:
+        DataError: A card is malformed.
+    """
+    return [read_card(path) for path in sorted(cards_folder().glob(f"*/{CARD_NAME}"))]
+
+
+def find_card(name: str) -> Card:
+    """Return the card of a known data set.
+
+    Raises:
+        DataError: No card has this name (the message lists the known ones), or it is malformed.
+    """
+    known = sorted(path.parent.name for path in cards_folder().glob(f"*/{CARD_NAME}"))
+    if name not in known:
+        raise DataError(
+            f"{name}: must be a folder or the name of a known data set, found neither; known are "
+            f"{', '.join(known)}"
+        )
+    return read_card(cards_folder() / name / CARD_NAME)
+
+
+def read_card(path: Path) -> Card:
+    """Read one card.
+
+    Raises:
+        DataError: It is no TOML, or a key is missing, unknown or out of range.
+    """
+    try:
+        return Card.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(
+            f"{path}: a card must be a readable file, found: {error.strerror}; check it"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: a card must be TOML, found: {error}; correct it") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise DataError(
+            f"{path}: {key}: {first['msg']}, found {first['input']!r}; correct the card"
+        ) from None
+
+
+def data_folder(card: Card) -> Path:
+    """Return the folder with a card's files: beside the card, where shipped, else ``$XMLC_DATA/<name>``.
+
+    Raises:
+        DataError: The files are in neither place; the message says where to get them and where to put them.
+    """
+    shipped = cards_folder() / card.name
+    if all((shipped / name).is_file() for name in card.files):
+        return shipped
+    home = os.environ.get("XMLC_DATA", "")
+    if home and (Path(home) / card.name).is_dir():
+        return Path(home) / card.name
+    found = f"no folder {Path(home) / card.name}" if home else "XMLC_DATA not set"
+    raise DataError(
+        f"{card.name}: its files are not part of xmlc and must lie in $XMLC_DATA/{card.name}, found {found}; "
+        f"{card.obtain.rstrip('.')}. Put {', '.join(card.files)} there"
+    )
+
+
+def card_of(folder: Path) -> Card | None:
+    """Return the card inside a folder, else the known card that the folder is named after, else None.
+
+    Raises:
+        DataError: The card is malformed.
+    """
+    inside = folder / CARD_NAME
+    if inside.is_file():
+        return read_card(inside)
+    known = cards_folder() / folder.name / CARD_NAME
+    return read_card(known) if known.is_file() else None
+
+
+def check_files(card: Card, folder: Path) -> None:
+    """Compare the files of a folder with the checksums of its own card, where it has them.
+
+    Raises:
+        DataError: A file is missing or differs.
+    """
+    for name, expected in card.files.items():
+        if not expected:
+            continue
+        try:
+            with (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(
+                f"{folder / name}: must be readable, found: {error.strerror}; get it again: {card.obtain}"
+            ) from None
+        if found != expected:
+            raise DataError(
+                f"{folder / name}: must have the SHA-256 of {CARD_NAME}, {expected}, found {found}; get "
+                "the file again or correct the card"
+            )
+
+
+def disagreements(card: Card, dataset: Dataset) -> list[str]:
+    """Return where the data set's counts differ from the card's, in words; features only within one kind."""
+    if card.counts is None:
+        return []
+    found = {
+        "train": dataset.train.instances,
+        "test": 0 if dataset.test is None else dataset.test.instances,
+        "labels": dataset.label_count,
+    }
+    if dataset.kind == card.kind:
+        found["features"] = dataset.feature_count
+    return [
+        f"{key} {count}, not {getattr(card.counts, key)}"
+        for key, count in found.items()
+        if count != getattr(card.counts, key)
+    ]

@@ -1,0 +1,93 @@
+"""What a data set holds, in figures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from xmlc.data.dataset import Dataset, Split
+from xmlc.data.rows import CsrRows, Int64
+
+
+def describe(dataset: Dataset) -> dict[str, Any]:
+    """Return counts, label distribution, gaps and overlap of a data set as plain values, ready for JSON.
+
+    ``labels.training_instances`` counts training instances per label; ``share_with_*`` are shares of all
+    labels. ``test.seen_in_training`` counts test instances whose text or features, if not empty, occur in
+    training to the last bit.
+    """
+    per_label = np.bincount(dataset.train.labels.indices, minlength=dataset.label_count)
+    described: dict[str, Any] = {
+        "name": dataset.name,
+        "kind": dataset.kind,
+        "source": None if dataset.source is None else str(dataset.source),
+        "fingerprint": dataset.fingerprint,
+        "propensity_a": dataset.propensity_a,
+        "propensity_b": dataset.propensity_b,
+        "features": dataset.feature_count,
+        "labels": {
+            "count": dataset.label_count,
+            "training_instances": _spread(per_label),
+            "share_with_0": float(np.mean(per_label == 0)),
+            "share_with_1": float(np.mean(per_label == 1)),
+            "share_with_at_most_5": float(np.mean(per_label <= 5)),
+        },
+        "train": _describe_split(dataset.train),
+        "warnings": list(dataset.warnings),
+    }
+    if dataset.test is not None:
+        seen = set(_contents(dataset.train))
+        described["test"] = {
+            **_describe_split(dataset.test),
+            "seen_in_training": sum(content in seen for content in _contents(dataset.test)),
+        }
+    return described
+
+
+def _describe_split(split: Split) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "instances": split.instances,
+        "labels_per_instance": _spread(np.diff(split.labels.offsets)),
+        "without_labels": _empty_rows(split.labels.offsets),
+    }
+    if isinstance(split.features, CsrRows):
+        described["features_per_instance"] = _spread(np.diff(split.features.offsets))
+        described["without_features"] = _empty_rows(split.features.offsets)
+    if split.texts is not None:
+        described["text_bytes_per_instance"] = _spread(np.diff(split.texts.offsets))
+        described["without_text"] = _empty_rows(split.texts.offsets)
+    if split.filter_pairs is not None:
+        described["filter_pairs"] = len(split.filter_pairs.indices)
+    return described
+
+
+def _spread(counts: Int64) -> dict[str, float]:
+    if not len(counts):
+        return {"mean": 0.0, "median": 0.0, "max": 0}
+    return {"mean": float(counts.mean()), "median": float(np.median(counts)), "max": int(counts.max())}
+
+
+def _empty_rows(offsets: Int64) -> int:
+    return int(np.count_nonzero(np.diff(offsets) == 0))
+
+
+def _contents(split: Split) -> Iterator[bytes]:
+    """Yield a digest of every instance that has a text or features."""
+    for content in _row_bytes(split):
+        if content:
+            yield hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _row_bytes(split: Split) -> Iterator[bytes]:
+    if split.texts is not None:
+        yield from split.texts.blobs()
+    elif isinstance(split.features, CsrRows):
+        offsets, indices, values = split.features.offsets, split.features.indices, split.features.values
+        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            yield indices[start:end].tobytes() + (b"" if values is None else values[start:end].tobytes())
+    elif split.features is not None:
+        for row in split.features:
+            yield row.tobytes()

@@ -1,0 +1,140 @@
+"""LF raw text: ``trn.json``, ``tst.json``, ``lbl.json``, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xmlc.data.dataset import Dataset, Split
+from xmlc.data.reader.files import Repairs, find, lines, require, shorten
+from xmlc.data.reader.spool import Scratch, TextSpool
+from xmlc.data.rows import CsrRows, TextColumn
+from xmlc.errors import DataError
+
+FILES = ("trn.json", "tst.json", "lbl.json")
+
+
+def read_lf(folder: Path, scratch: Scratch, repairs: Repairs) -> Dataset:
+    """Read a folder of LF raw text; ``tst.json`` may be absent.
+
+    Raises:
+        DataError: A file is missing or malformed.
+    """
+    train_path = require(folder, "trn.json")
+    names, texts = _read_labels(require(folder, "lbl.json"), scratch)
+    train = _read_split(train_path, len(names), scratch, repairs)
+    test_path = find(folder, "tst.json")
+    test = None if test_path is None else _read_split(test_path, len(names), scratch, repairs)
+    return Dataset(
+        name=folder.name,
+        kind="text",
+        train=train,
+        test=test,
+        label_count=len(names),
+        feature_count=0,
+        label_names=names,
+        label_texts=texts,
+    )
+
+
+def _read_labels(path: Path, scratch: Scratch) -> tuple[TextColumn, TextColumn]:
+    names, texts = TextSpool(scratch), TextSpool(scratch)
+    for where, record in _records(path):
+        title = _string(record, "title", where)
+        names.append(title)
+        texts.append(_join(title, _string(record, "content", where, "")))
+    return names.finish(), texts.finish()
+
+
+def _read_split(path: Path, label_count: int, scratch: Scratch, repairs: Repairs) -> Split:
+    texts = TextSpool(scratch)
+    offsets, indices = array("q", [0]), array("i")
+    for where, record in _records(path):
+        texts.append(_join(_string(record, "title", where), _string(record, "content", where, "")))
+        found = _labels(record, label_count, where)
+        unique = sorted(set(found))
+        repairs.labels += len(found) - len(unique)
+        indices.extend(unique)
+        offsets.append(len(indices))
+    labels = CsrRows(
+        np.frombuffer(offsets, np.int64), np.frombuffer(indices or array("i"), np.int32), None, label_count
+    )
+    return Split(labels, texts=texts.finish())
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (``file:line``, object) for every line; blank lines may only end the file."""
+    blank = 0
+    for number, line in lines(path):
+        if not line.strip():
+            blank = blank or number
+            continue
+        if blank:
+            raise DataError(f"{path}:{blank}: must hold a JSON object, found a blank line; remove it")
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: must be one JSON object in one line, found {shorten(line)} ({error}); correct it"
+            ) from None
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: must be a JSON object, found {shorten(line)}; correct the line")
+        yield where, record
+
+
+def _string(record: dict[str, Any], key: str, where: str, default: str | None = None) -> str:
+    value = record.get(key, default)
+    if not isinstance(value, str):
+        found = "no such key" if key not in record else shorten(json.dumps(value))
+        raise DataError(f"{where}: {key} must be a string, found {found}; correct the line")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: {key} must be valid Unicode, found the lone surrogate "
+                f"\\u{ord(value[error.start]):04x}; remove it"
+            ) from None
+    return value
+
+
+def _join(title: str, content: str) -> str:
+    return f"{title} {content}" if title and content else title or content
+
+
+def _labels(record: dict[str, Any], label_count: int, where: str) -> list[int]:
+    """Return the labels of one instance, those with relevance 0 left out."""
+    labels = record.get("target_ind")
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        found = "no such key" if "target_ind" not in record else shorten(json.dumps(labels))
+        raise DataError(
+            f"{where}: target_ind must be a list of whole numbers, found {found}; correct the line"
+        )
+    if labels and not 0 <= min(labels) <= max(labels) < label_count:
+        wrong = next(label for label in labels if not 0 <= label < label_count)
+        raise DataError(
+            f"{where}: a label must be from 0 to {label_count - 1}, found {wrong}; labels count from 0 in "
+            "the order of lbl.json: correct the line or add the label there"
+        )
+    relevance = record.get("target_rel")
+    if "target_rel" not in record or relevance == [1.0] * len(labels):
+        return labels
+    if not isinstance(relevance, list) or len(relevance) != len(labels):
+        raise DataError(
+            f"{where}: target_rel must be a list of {len(labels)} numbers, one per label, found "
+            f"{shorten(json.dumps(relevance))}; correct the line"
+        )
+    for value in relevance:
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise DataError(
+                f"{where}: the relevance of a label must be a finite number of 0 or more, found "
+                f"{shorten(json.dumps(value))}; correct the line"
+            )
+    return [label for label, value in zip(labels, relevance, strict=True) if value > 0]
