@@ -1,3 +1,29 @@
 """xmlc: extreme multi-label classification with a uniform fan-in sparse output layer."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xmlc.data.store import open_dataset
+    from xmlc.evaluation.predict import load
+    from xmlc.training.api import train
+    from xmlc.training.estimator import XmlcClassifier
+
 __version__ = "0.1.0"
+__all__ = ["XmlcClassifier", "__version__", "load", "open_dataset", "train"]
+
+_HOMES = {
+    "XmlcClassifier": "xmlc.training.estimator",
+    "load": "xmlc.evaluation.predict",
+    "open_dataset": "xmlc.data.store",
+    "train": "xmlc.training.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used: `import xmlc` need not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xmlc' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

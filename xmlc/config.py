@@ -74,8 +74,9 @@ class ModelConfig(Section):
     bottleneck: PositiveInt = 64
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     weight_init: Literal["zero", "fan_in", "glorot_flat"] = "fan_in"
-    """Output weights: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), what Keras gives a flat tensor."""
-    bias_init: float = 0.0
+    """0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras gives a flat tensor."""
+    bias_init: float | Literal["auto"] = "auto"
+    """auto: -1 for squared hinge (negatives start at loss 0); the log-odds of the label's share for bce."""
     input_dropout: UnitInterval = 0.0
     """Dropout on the instance's features before the first dense layer."""
     hidden_dropout: UnitInterval = 0.0
@@ -168,7 +169,7 @@ class TrainingConfig(Section):
     checkpoint_seconds: NonNegativeFloat = 600.0
     """Longest time between two checkpoints; every evaluation writes one as well."""
     paper_protocol: bool = False
-    """Let the *test* set choose rate, epoch and early stop, as the published tables did. Not for new results."""
+    """Let the *test* set choose rate, epoch and early stop, as published tables did. Not for new results."""
     tensorboard: bool = False
 
 
@@ -235,9 +236,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def load_config(
-    file: Path | None = None, overrides: Sequence[str] = (), preset: str = "default"
-) -> Config:
+def load_config(file: Path | None = None, overrides: Sequence[str] = (), preset: str = "default") -> Config:
     """Build a config: defaults, then the preset, then the TOML file, then ``section.key=value`` overrides.
 
     A file may name its own preset by a top-level ``preset = "..."``.
@@ -325,8 +324,10 @@ def _check_keys(settings: Mapping[str, Any], section: type[BaseModel], where: st
             close = difflib.get_close_matches(key, known, n=1) or [
                 full for full in _all_keys(Config) if full.endswith(f".{key}")
             ]
-            hint = f"did you mean {(prefix + close[0]) if close[0] in known else close[0]}?" if close else (
-                f"known are {', '.join(known)}"
+            hint = (
+                f"did you mean {(prefix + close[0]) if close[0] in known else close[0]}?"
+                if close
+                else (f"known are {', '.join(known)}")
             )
             raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from xmlc.errors import NativeError
 
 try:
-    from xmlc import _cpu as cpu
+    cpu: Any = import_module("xmlc._cpu")  # cuda_ext/bindings/cpu.cpp
 except ImportError as error:
     raise NativeError(
         f"native: the CPU kernels must be built and importable, found: {error}; "

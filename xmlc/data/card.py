@@ -15,6 +15,7 @@ from xmlc.data.dataset import DEFAULT_PROPENSITY_A, DEFAULT_PROPENSITY_B, Datase
 from xmlc.errors import DataError
 
 CARD_NAME = "dataset.toml"
+RECIPE_NAME = "recipe.toml"
 
 
 class _Part(BaseModel):
@@ -182,3 +183,20 @@ def disagreements(card: Card, dataset: Dataset) -> list[str]:
         for key, count in found.items()
         if count != getattr(card.counts, key)
     ]
+
+
+def recipe_of(folder: Path | None, name: str) -> Path:
+    """Return a data set's committed training settings: in its folder, or beside the card of its name.
+
+    Raises:
+        DataError: There is no recipe.
+    """
+    places = [cards_folder() / name / RECIPE_NAME] if folder is None else [folder / RECIPE_NAME]
+    if folder is not None:
+        places.append(cards_folder() / folder.name / RECIPE_NAME)
+    for place in places:
+        if place.is_file():
+            return place
+    raise DataError(
+        f"{name}: must have a {RECIPE_NAME} to train by recipe, found none; use --config or a preset"
+    )

@@ -1,0 +1,5 @@
+"""The model's layers. torch modules where autograd does the work, plain classes where it does not."""
+
+from xmlc.nn.model import Model, Problem
+
+__all__ = ["Model", "Problem"]

@@ -1,4 +1,4 @@
-"""The native operations, one file each. The axis order is [label, batch] and [input, batch]: batch innermost."""
+"""The native operations, one file each. Batch is the innermost axis: [label, batch], [input, batch]."""
 
 from xmlc.ops.fused_step import LOSSES, OptimizerState, binary_cross_entropy, fused_step, squared_hinge
 from xmlc.ops.redistribute import redistribute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensor(
-    op: str, name: str, value: Tensor, shape: Sequence[int], axes: str, *dtypes: torch.dtype
-) -> None:
+def tensor(op: str, name: str, value: Tensor, shape: Sequence[int], axes: str, *dtypes: torch.dtype) -> None:
     """Require a contiguous CPU tensor of this shape and one of these dtypes.
 
     Raises:
@@ -55,11 +54,13 @@ def groups(label: int, group_size: int) -> int:
 def matrix(op: str, name: str, value: Tensor, axes: str) -> tuple[int, int]:
     """Require two axes of at least one element each and return their sizes."""
     if value.dim() != 2 or 0 in value.shape:
-        raise NativeError(f"{op}: {name} must be {axes} with at least one element each, got {list(value.shape)}")
+        raise NativeError(
+            f"{op}: {name} must be {axes} with at least one element each, got {list(value.shape)}"
+        )
     return value.shape[0], value.shape[1]
 
 
-def layer(op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int, input: int) -> native.cpu.Layer:
+def layer(op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int, input: int) -> Any:
     """Check the output layer's tensors and return them as the native core takes them."""
     label, fan_in = matrix(op, "weight", weight, "[label, fan_in]")
     if group_size not in GROUP_SIZES:
@@ -81,12 +82,20 @@ def layer(op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: in
     )
 
 
+def written(*tensors: Tensor) -> None:
+    """Give tensors that native code has changed a new version, which autograd and the range check read."""
+    torch.autograd.graph.increment_version([value for value in tensors if not value.is_inference()])
+
+
 def _indices_in_range(op: str, indices: Tensor, input: int) -> None:
-    state = (indices._version, input)
-    if _checked_version.get(indices) == state:
+    state = None if indices.is_inference() else (indices._version, input)  # inference tensors have no version
+    if state is not None and _checked_version.get(indices) == state:
         return
     values = indices.numpy()  # torch has no minimum of uint16
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= input:
-        raise NativeError(f"{op}: indices must lie in [0, input) = [0, {input}), got values from {low} to {high}")
-    _checked_version[indices] = state
+        raise NativeError(
+            f"{op}: indices must lie in [0, input) = [0, {input}), got values from {low} to {high}"
+        )
+    if state is not None:
+        _checked_version[indices] = state

@@ -62,7 +62,11 @@ class OptimizerState:
 
     def by_connection(self) -> list[Tensor]:
         """Return the tensors [label, fan_in]: what a redistribution resets."""
-        return [value for value in (self.weight_first, self.weight_second) if value is not None and value.dim() == 2]
+        return [
+            value
+            for value in (self.weight_first, self.weight_second)
+            if value is not None and value.dim() == 2
+        ]
 
 
 def fused_step(
@@ -89,8 +93,8 @@ def fused_step(
 
         logits = sparse_linear(features, weight, indices, bias, group_size)
         target = +1 for a positive (instance, label), else -1
-        value = scale * sum(factor * loss(logits, target))     # factor: positive_weight[l] on positives, else 1
-        value.backward(); optimizer.step()                     # torch.optim.SGD or AdamW
+        value = scale * sum(factor * loss(logits, target))  # factor: positive_weight[l] on positives, else 1
+        value.backward(); optimizer.step()                  # torch.optim.SGD or AdamW
 
     with ``squared_hinge``: max(0, 1 - target * logit)^2, whose exact zeros skip all backward work of a
     label (the published "implicit negative mining"), or ``bce``: log(1 + exp(-target * logit)).
@@ -121,31 +125,32 @@ def fused_step(
         NativeError: A dtype, shape, device, layout, label or state does not fit.
     """
     pair_label, pair_instance = _pairs(positive_offsets, positive_labels, features.shape[-1], weight.shape[0])
-    return torch.ops.xmlc.fused_step(
-        features,
-        pair_label,
-        pair_instance,
-        weight,
-        indices,
-        bias,
-        state.weight_first,
-        state.weight_second,
-        state.bias_first,
-        state.bias_second,
-        positive_weight,
-        group_size,
-        loss,
-        scale,
-        optimizer.kind,
-        learning_rate,
-        optimizer.weight_decay,
-        optimizer.momentum,
-        optimizer.beta1,
-        optimizer.beta2,
-        optimizer.eps,
-        step,
-        seed,
-    )
+    with torch.no_grad():
+        return torch.ops.xmlc.fused_step(
+            features,
+            pair_label,
+            pair_instance,
+            weight,
+            indices,
+            bias,
+            state.weight_first,
+            state.weight_second,
+            state.bias_first,
+            state.bias_second,
+            positive_weight,
+            group_size,
+            loss,
+            scale,
+            optimizer.kind,
+            learning_rate,
+            optimizer.weight_decay,
+            optimizer.momentum,
+            optimizer.beta1,
+            optimizer.beta2,
+            optimizer.eps,
+            step,
+            seed,
+        )
 
 
 def squared_hinge(logits: Tensor, target: Tensor) -> Tensor:
@@ -218,9 +223,8 @@ def _fused_step_cpu(
         raise NativeError(f"{_NAME}: loss must be one of {', '.join(LOSSES)}, got {loss!r}")
     if step < 1:
         raise NativeError(f"{_NAME}: step must count from 1, got {step}")
-    _check_state(
-        optimizer, OptimizerState(weight_first, weight_second, bias_first, bias_second), label, fan_in
-    )
+    state = OptimizerState(weight_first, weight_second, bias_first, bias_second)
+    _check_state(optimizer, state, label, fan_in)
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
     feature_gradient = torch.empty_like(features)
@@ -253,6 +257,7 @@ def _fused_step_cpu(
         seed=seed,
         loss_sum=loss_sum.data_ptr(),
     )
+    checks.written(weight, bias, *state.tensors().values())
     return loss_sum, feature_gradient
 
 

@@ -17,9 +17,9 @@ SCOPES = ("layer", "group")
 
 torch.library.define(
     "xmlc::redistribute",
-    "(Tensor(a!) weight, Tensor(b!) indices, Tensor(c!)? state0, Tensor(d!)? state1, int input, int group_size, "
-    "float? fraction, float? threshold, str scope, str new_value, float new_value_bound, int step, int seed) "
-    "-> Tensor",
+    "(Tensor(a!) weight, Tensor(b!) indices, Tensor(c!)? state0, Tensor(d!)? state1, int input, "
+    "int group_size, float? fraction, float? threshold, str scope, str new_value, float new_value_bound, "
+    "int step, int seed) -> Tensor",
 )
 
 
@@ -112,7 +112,9 @@ def _redistribute_cpu(
     bias = torch.empty(weight.shape[0])
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
     if (fraction is None) == (threshold is None):
-        raise NativeError(f"{_NAME}: exactly one of fraction and threshold must be given, got {fraction}, {threshold}")
+        raise NativeError(
+            f"{_NAME}: exactly one of fraction and threshold must be given, got {fraction}, {threshold}"
+        )
     if fraction is not None and not 0.0 <= fraction <= 1.0:
         raise NativeError(f"{_NAME}: fraction must lie in [0, 1], got {fraction}")
     if weight.shape[1] > input:
@@ -141,6 +143,7 @@ def _redistribute_cpu(
         step=step,
         pruned=pruned.data_ptr(),
     )
+    checks.written(weight, indices, *(state for state in (state0, state1) if state is not None))
     return pruned
 
 

@@ -109,7 +109,9 @@ def _feature_gradient_cpu(
 
 
 @torch.library.impl("xmlc::sparse_linear_weight_gradient", "cpu")
-def _weight_gradient_cpu(logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int) -> Tensor:
+def _weight_gradient_cpu(
+    logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int
+) -> Tensor:
     input, batch = _features(_NAME, features)
     label, fan_in = logit_gradient.shape[0], indices.shape[1]
     gradient = logit_gradient.new_empty(label, fan_in)
@@ -141,7 +143,9 @@ def _feature_gradient_fake(
 
 
 @torch.library.register_fake("xmlc::sparse_linear_weight_gradient")
-def _weight_gradient_fake(logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int) -> Tensor:
+def _weight_gradient_fake(
+    logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int
+) -> Tensor:
     return logit_gradient.new_empty(logit_gradient.shape[0], indices.shape[1])
 
 

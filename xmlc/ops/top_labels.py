@@ -14,7 +14,8 @@ _NAME = "top_labels"
 
 torch.library.define(
     "xmlc::top_labels",
-    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size) -> (Tensor, Tensor)",
+    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size) "
+    "-> (Tensor, Tensor)",
 )
 
 

@@ -1,0 +1,44 @@
+"""``xmlc predict``: labels for texts or features, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import IO
+
+import click
+
+_AT_ONCE = 1024
+
+
+@click.command(name="predict")
+@click.argument("run", type=click.Path())
+@click.argument("file", type=click.File("rb"), default="-")
+@click.option(
+    "-k", "k", default=5, show_default=True, type=click.IntRange(1), help="Labels for each instance."
+)
+@click.option("--checkpoint", type=click.Choice(["best", "latest"]), default="best", show_default=True)
+def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
+    """Predict the K best labels for every line of FILE (default: stdin) with RUN; JSON lines to stdout.
+
+    A line is a text, or a JSON object with "title" and "content" or "text". For models of sparse features:
+    `feature:value feature:value ...` as in XMC text. For dense features: a JSON list of numbers.
+    """
+    from xmlc.evaluation import load
+    from xmlc.evaluation.inputs import parse_lines
+
+    predictor = load(run, checkpoint)
+    name = getattr(file, "name", "stdin")
+    for number, lines in _chunks(file):
+        for predictions in predictor.predict(parse_lines(predictor, lines, str(name), number), k):
+            labels = [vars(prediction) for prediction in predictions]
+            click.echo(json.dumps({"labels": labels}, ensure_ascii=False))
+
+
+def _chunks(lines: Iterable[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield runs of lines with the number of their first, so that a pipe is answered as it comes."""
+    iterator, number = iter(lines), 1
+    while chunk := list(islice(iterator, _AT_ONCE)):
+        yield number, chunk
+        number += len(chunk)

@@ -1,0 +1,38 @@
+"""``xmlc train``: a data set and a config to a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from xmlc.config import PRESETS
+
+
+@click.command(name="train")
+@click.argument("data")
+@click.option("--out", "run", required=True, type=click.Path(path_type=Path), help="Run folder to create.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")
+@click.option("--recipe", is_flag=True, help="Start from the data set's committed recipe.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Settings to start from.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
+)
+@click.option("--resume", is_flag=True, help="Continue the run in --out from its latest checkpoint.")
+def command(
+    data: str,
+    run: Path,
+    file: Path | None,
+    recipe: bool,
+    preset: str | None,
+    overrides: tuple[str, ...],
+    resume: bool,
+) -> None:
+    """Train on DATA, a folder or the name of a known data set (`xmlc data list`).
+
+    The best checkpoint by the held-out validation metric is kept; `xmlc eval` measures it on the test set.
+    """
+    from xmlc.training.api import train
+
+    train(data, out=run, config=file, recipe=recipe, preset=preset, overrides=overrides, resume=resume)
+    click.echo(str(run))

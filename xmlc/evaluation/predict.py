@@ -1,0 +1,171 @@
+"""A trained run, loaded to predict labels for texts or features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+from numpy.typing import NDArray
+
+from xmlc.checkpoint import CheckpointFolder, read_checkpoint
+from xmlc.config import build_config
+from xmlc.data.batches import BatchStream
+from xmlc.data.dataset import Features, row_count
+from xmlc.data.rows import CsrRows, TextColumn
+from xmlc.data.text import TextVectorizer
+from xmlc.errors import CheckpointError, DataError
+from xmlc.evaluation.evaluator import BATCH
+from xmlc.nn import Model, Problem
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One label for an instance."""
+
+    label: int
+    name: str
+    """The label's name, or its id where the data set has no names."""
+    score: float
+    """The logit."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model with all it needs to take raw input."""
+
+    model: Model
+    vectorizer: TextVectorizer | None
+    """None for a model of sparse or dense features."""
+    label_names: TextColumn | None
+    metadata: dict[str, Any]
+    """Of the checkpoint: config, problem, progress, data set, metrics."""
+
+    @property
+    def takes(self) -> str:
+        """What an instance is: ``text``, ``sparse`` or ``dense``."""
+        if self.vectorizer is not None:
+            return "text"
+        return "dense" if self.model.problem.dense_features else "sparse"
+
+    def predict(
+        self, inputs: Sequence[str] | scipy.sparse.sparray | scipy.sparse.spmatrix | NDArray[Any], k: int = 5
+    ) -> list[list[Prediction]]:
+        """Return the k best labels of every instance, best first.
+
+        Args:
+            inputs: Texts for a text model, else sparse or dense features [instance, feature].
+            k: Labels for each instance; at most as many as there are labels.
+
+        Raises:
+            DataError: The inputs do not fit the model.
+        """
+        scores, labels = self.top_labels(inputs, min(k, self.model.problem.label_count))
+        return [
+            [
+                Prediction(label, self.label_name(label), score)
+                for label, score in zip(row_labels, row_scores, strict=True)
+                if label >= 0
+            ]
+            for row_labels, row_scores in zip(labels.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def top_labels(self, inputs: Any, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores float32 and labels int64, [instance, k], best first; inputs as for `predict`."""
+        features = self.features(inputs)
+        rows = row_count(features)
+        unlabelled = CsrRows(
+            np.zeros(rows + 1, np.int64), np.empty(0, np.int32), None, self.model.problem.label_count
+        )
+        scores = np.empty((rows, k), np.float32)
+        labels = np.empty((rows, k), np.int64)
+        for batch in BatchStream(features, unlabelled, np.arange(rows), BATCH, 0).sequential():
+            top_scores, top_labels = self.model.top_labels(batch, k)
+            scores[batch.instances], labels[batch.instances] = top_scores.numpy(), top_labels.numpy()
+        return scores, labels
+
+    def label_name(self, label: int) -> str:
+        """Return a label's name, or its id as a string where there are no names."""
+        return str(label) if self.label_names is None else self.label_names[label]
+
+    def features(self, inputs: Any) -> Features:
+        """Return inputs as the features that the model takes.
+
+        Raises:
+            DataError: Kind or width do not fit.
+        """
+        wanted = self.model.problem.feature_count
+        if self.vectorizer is not None:
+            if isinstance(inputs, str) or not all(isinstance(text, str) for text in inputs):
+                raise DataError(
+                    "predict: this model takes a list of texts, found something else; pass strings"
+                )
+            return self.vectorizer.transform(inputs)
+        if self.model.problem.dense_features:
+            dense = np.asarray(inputs)
+            if dense.ndim != 2 or dense.shape[1] != wanted:
+                raise DataError(
+                    f"predict: dense features must be [instance, {wanted}], found {list(dense.shape)}; "
+                    "use the features the model was trained on"
+                )
+            if not np.isfinite(dense).all():
+                raise DataError("predict: dense features must be finite, found NaN or infinity; correct them")
+            return dense.astype(np.float32)
+        if not scipy.sparse.issparse(inputs) or inputs.shape[1] != wanted:
+            found = list(inputs.shape) if hasattr(inputs, "shape") else type(inputs).__name__
+            raise DataError(
+                f"predict: features must be a sparse matrix [instance, {wanted}], found {found}; "
+                "use the features the model was trained on"
+            )
+        return CsrRows.from_scipy(inputs, "predict: features")
+
+
+def load(run: str | Path, which: str = "best") -> Predictor:
+    """Load a run's best (or ``latest``) checkpoint; where none is marked best, the latest.
+
+    Raises:
+        CheckpointError: There is no run or checkpoint, or it cannot be trusted.
+    """
+    folder = Path(run) / CHECKPOINTS
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{run}: must be the folder of a run, found no {CHECKPOINTS} in it; train one first"
+        )
+    checkpoints = CheckpointFolder(folder)
+    path = (checkpoints.best() if which == "best" else None) or checkpoints.latest()
+    if path is None:
+        raise CheckpointError(f"{run}: the run has no checkpoint yet; let it train until its first one")
+    return restore(path)
+
+
+def restore(path: Path) -> Predictor:
+    """Build the predictor of one checkpoint folder."""
+    checkpoint = read_checkpoint(path)
+    metadata = dict(checkpoint.metadata)
+    tensors = dict(checkpoint.tensors)
+    try:
+        config = build_config(metadata["config"], f"{path}: its config")  # type: ignore[arg-type]
+        problem = Problem(label_instances=tensors["label_instances"].numpy(), **metadata["problem"])  # type: ignore[arg-type]
+        model = Model(config, problem)
+        for name, tensor in model.tensors().items():
+            tensor.copy_(tensors[f"model.{name}"])
+        arrays = {
+            name.removeprefix("text."): value.numpy()
+            for name, value in tensors.items()
+            if name.startswith("text.")
+        }
+        vectorizer = TextVectorizer.from_arrays(arrays, config.text) if arrays else None
+        names = None
+        if "label_names.offsets" in tensors:
+            names = TextColumn(tensors["label_names.offsets"].numpy(), tensors["label_names.data"].numpy())
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint must hold a model of this version, found "
+            f"{type(error).__name__}: {error}; load it with the version that wrote it"
+        ) from None
+    return Predictor(model, vectorizer, names, metadata)

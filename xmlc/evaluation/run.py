@@ -1,0 +1,160 @@
+"""Measures a run on a data set, and prints it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xmlc.data import Dataset, open_dataset
+from xmlc.data.batches import BatchStream
+from xmlc.errors import DataError
+from xmlc.evaluation.evaluator import BATCH, Progress, evaluate_model
+from xmlc.evaluation.predict import Predictor, load
+from xmlc.metrics import inverse_propensity
+
+
+def evaluate_run(
+    run: str | Path,
+    data: str | Path | None = None,
+    *,
+    k: int = 5,
+    which: str = "best",
+    split: str = "test",
+    propensity_a: float | None = None,
+    propensity_b: float | None = None,
+    mask_filter_pairs: bool = True,
+    deciles: bool = False,
+    progress: Progress = lambda batches, _: batches,
+) -> dict[str, Any]:
+    """Evaluate a run's checkpoint.
+
+    Args:
+        run: Folder of the run.
+        data: Folder or name of a data set; None takes the one that the run was trained on.
+        k: Largest rank.
+        which: ``best`` or ``latest`` checkpoint.
+        split: ``test`` or ``train``.
+        propensity_a: Instead of the data set's A; propensities come from the run's training labels.
+        propensity_b: Instead of the data set's B.
+        mask_filter_pairs: Whether the pairs of the filter file are left out of the ranking.
+        deciles: Add every metric by label-frequency decile.
+        progress: Wraps the batches, given their number.
+
+    Returns:
+        JSON-ready: what was measured, under which settings, and ``metrics`` as fractions.
+
+    Raises:
+        CheckpointError: There is no run, or it cannot be trusted.
+        DataError: The data set does not fit the run.
+    """
+    predictor = load(run, which)
+    trained_on = predictor.metadata["data"]
+    source = data if data is not None else trained_on["source"]
+    if source is None:
+        raise DataError(f"{run}: the run was trained on arrays in memory; name a data set to evaluate on")
+    dataset = open_dataset(source)
+    return evaluate_predictor(
+        predictor,
+        dataset,
+        k=k,
+        split=split,
+        propensity_a=propensity_a,
+        propensity_b=propensity_b,
+        mask_filter_pairs=mask_filter_pairs,
+        deciles=deciles,
+        progress=progress,
+    ) | {"run": str(run), "checkpoint": which}
+
+
+def evaluate_predictor(
+    predictor: Predictor,
+    dataset: Dataset,
+    *,
+    k: int,
+    split: str,
+    propensity_a: float | None,
+    propensity_b: float | None,
+    mask_filter_pairs: bool,
+    deciles: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Evaluate a loaded model; see `evaluate_run`."""
+    chosen = dataset.test if split == "test" else dataset.train
+    if chosen is None:
+        raise DataError(
+            f"{dataset.name}: evaluation needs a test split, found none; use --split train or other data"
+        )
+    problem = predictor.model.problem
+    if dataset.label_count != problem.label_count:
+        raise DataError(
+            f"{dataset.name}: the run knows {problem.label_count} labels, found {dataset.label_count}; "
+            "evaluate on data with the labels it was trained on"
+        )
+    if (dataset.kind == "text") != (predictor.vectorizer is not None):
+        raise DataError(
+            f"{dataset.name}: the run takes {predictor.takes} instances, found {dataset.kind} ones"
+        )
+    if predictor.vectorizer is None:
+        features = chosen.features
+    else:
+        assert chosen.texts is not None, "a text data set has texts"
+        features = predictor.vectorizer.transform(chosen.texts)
+    assert features is not None, "a data set without texts has features"
+    a = problem.propensity_a if propensity_a is None else propensity_a
+    b = problem.propensity_b if propensity_b is None else propensity_b
+    filter_pairs = chosen.filter_pairs if mask_filter_pairs else None
+    report = evaluate_model(
+        predictor.model,
+        BatchStream(features, chosen.labels, np.arange(chosen.instances), BATCH, 0),
+        k,
+        filter_pairs,
+        deciles=deciles,
+        inverse_propensity=inverse_propensity(problem.label_instances, problem.instances, a, b),
+        progress=progress,
+    )
+    trained_on = predictor.metadata["data"]
+    return {
+        "data": dataset.name,
+        "split": split,
+        "instances": report.instances,
+        "unlabelled_instances": report.unlabelled_instances,
+        "labels": dataset.label_count,
+        "masked_pairs": 0 if filter_pairs is None else len(filter_pairs.indices),
+        "propensity_a": a,
+        "propensity_b": b,
+        "fingerprint": dataset.fingerprint,
+        "trained_on_this_data": dataset.fingerprint == trained_on["fingerprint"],
+        "epoch": predictor.metadata["position"]["epoch"],
+        "metrics": dict(report.values),
+        "deciles": [dict(decile) for decile in report.deciles],
+    }
+
+
+def report_table(report: dict[str, Any]) -> str:
+    """Return a report of `evaluate_run` as a table of percent for people."""
+    metrics = report["metrics"]
+    ranks = sorted({int(name.partition("@")[2]) for name in metrics})
+    shown = [rank for rank in ranks if rank in (1, 3, 5) or rank == ranks[-1]]
+    kinds = list(dict.fromkeys(name.partition("@")[0] for name in metrics))
+    lines = [
+        f"{report['data']}, {report['split']}: {report['instances']} instances "
+        f"({report['unlabelled_instances']} without labels, counted as zeros), {report['labels']} labels",
+        f"filter pairs masked: {report['masked_pairs']}; propensities: A = {report['propensity_a']}, "
+        f"B = {report['propensity_b']}; epoch {report['epoch']}",
+    ]
+    if not report["trained_on_this_data"]:
+        lines.append("note: this is not the data set that the run was trained on (fingerprints differ)")
+    lines += ["", f"{'percent':10}" + "".join(f"{'@' + str(rank):>8}" for rank in shown)]
+    for kind in kinds:
+        lines.append(f"{kind:10}" + "".join(f"{100 * metrics[f'{kind}@{rank}']:8.2f}" for rank in shown))
+    if report["deciles"]:
+        names = ("P@1", "P@5", "PSP@5", "R@5", "coverage@5")
+        present = [name for name in names if name in report["deciles"][0]]
+        lines += ["", f"{'decile':8}{'labels':>9}" + "".join(f"{name:>12}" for name in present)]
+        for number, decile in enumerate(report["deciles"], 1):
+            values = "".join(f"{100 * decile[name]:12.2f}" for name in present)
+            lines.append(f"{number:<8}{int(decile['labels']):>9}{values}")
+        lines.append("(labels by falling training frequency, each decile a tenth of the training positives)")
+    return "\n".join(lines)

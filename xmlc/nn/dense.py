@@ -1,0 +1,80 @@
+"""A dense layer whose gradient exists for one block of rows at a time.
+
+With a million rows, or a penultimate layer of 131,072 units, the gradient of the whole weight is what does
+not fit. Rows are updated block by block instead: a block's gradient is computed, given to the optimizer
+and freed before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+BLOCK_BYTES = 16 << 20
+
+
+class BlockOptimizer(Protocol):
+    """Updates parameters from their ``.grad``; parameters whose ``.grad`` is None are left alone."""
+
+    def step(self) -> object:
+        """Update every parameter that has a gradient."""
+
+
+class Block:
+    """Some rows of a `BlockedLinear`: views of its weight and bias, as parameters of an optimizer."""
+
+    def __init__(self, rows: slice, weight: Tensor, bias: Tensor) -> None:
+        self.rows = rows
+        self.weight = Parameter(weight[rows], requires_grad=False)  # [block, column]
+        self.bias = Parameter(bias[rows], requires_grad=False)  # [block]
+
+    def update(self, weight_gradient: Tensor, bias_gradient: Tensor, optimizer: BlockOptimizer) -> None:
+        """Apply the gradients [block, column] and [block], and free them."""
+        self.weight.grad, self.bias.grad = weight_gradient, bias_gradient
+        optimizer.step()
+        self.weight.grad = self.bias.grad = None
+
+
+class BlockedLinear:
+    """``weight @ x + bias[:, None]`` for x [column, batch]: batch innermost, as the native ops take it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        self.weight = weight  # [row, column] float32
+        self.bias = bias  # [row] float32
+        rows, columns = weight.shape
+        step = max(1, BLOCK_BYTES // (4 * columns))
+        self.blocks = [
+            Block(slice(first, min(first + step, rows)), weight, bias) for first in range(0, rows, step)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [row, batch]."""
+        return torch.addmm(self.bias[:, None], self.weight, x)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the blocks' weights and biases."""
+        for block in self.blocks:
+            yield block.weight
+            yield block.bias
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """Return ``weight.T @ gradient`` [column, batch] for a gradient [row, batch]."""
+        return self.weight.T @ gradient
+
+    def update(self, x: Tensor, gradient: Tensor, optimizer: BlockOptimizer) -> None:
+        """Update from the gradient [row, batch] of the outputs at x [column, batch]."""
+        for block in self.blocks:
+            part = gradient[block.rows]
+            block.update(part @ x.T, part.sum(1), optimizer)
+
+    def gradient_square_norm(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the squared norm of the weight and bias gradients without forming them.
+
+        ``|G x^T|_F^2 = sum((G^T G) * (x^T x))``: two [batch, batch] products.
+        """
+        gram = gradient.T @ gradient
+        return (gram * (x.T @ x + 1.0)).sum()  # + 1: the bias is a weight of a constant input

@@ -1,0 +1,76 @@
+"""Encoders: from an instance's features to hidden [batch, hidden]."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from xmlc.data.batches import Batch
+from xmlc.data.rows import CsrRows, unit_length
+from xmlc.errors import DataError
+
+
+class BagOfWords(nn.Module):
+    """Sum of embeddings: ``hidden[b] = sum_f features[b, f] * embedding[f]``, for sparse features.
+
+    An instance without features gets zeros. The gradient of the embedding is sparse: only the batch's rows.
+    """
+
+    def __init__(
+        self, feature_count: int, hidden: int, scale_to_unit_length: bool, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.scale_to_unit_length = scale_to_unit_length
+        # Small, so that training shapes the embedding: with unit variance, the random directions of the
+        # start dominate and a model of 1,836 features (bibtex) memorises instead.
+        self.embedding = nn.Parameter(
+            torch.empty(feature_count, hidden).normal_(0.0, 0.1, generator=generator)
+        )
+
+    def forward(self, batch: Batch, dropout: float, generator: torch.Generator) -> Tensor:
+        """Return hidden [batch, hidden]; ``dropout`` removes features and scales the others up."""
+        features = batch.features
+        if not isinstance(features, CsrRows):
+            raise DataError(f"encoder: features must be sparse, found dense {list(features.shape)}")
+        if self.scale_to_unit_length:
+            features = unit_length(features)
+        values = (
+            torch.ones(len(features.indices))
+            if features.values is None
+            else torch.from_numpy(np.asarray(features.values))
+        )
+        return functional.embedding_bag(
+            torch.from_numpy(np.asarray(features.indices)).long(),
+            self.embedding,
+            torch.from_numpy(np.asarray(features.offsets)),
+            mode="sum",
+            sparse=True,
+            per_sample_weights=drop(values, dropout, generator),
+            include_last_offset=True,
+        )
+
+
+class DenseFeatures(nn.Module):
+    """Precomputed features: hidden is what the data set holds."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, batch: Batch, dropout: float, generator: torch.Generator) -> Tensor:
+        """Return the batch's features [batch, hidden], after dropout."""
+        features = batch.features
+        if isinstance(features, CsrRows):
+            raise DataError(f"encoder: features must be dense [instance, {self.hidden}], found sparse ones")
+        return drop(torch.from_numpy(np.array(features, dtype=np.float32)), dropout, generator)
+
+
+def drop(values: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Zero each value with this probability and scale the others by ``1 / (1 - probability)``."""
+    if probability == 0.0:
+        return values
+    kept = torch.empty_like(values).bernoulli_(1.0 - probability, generator=generator)
+    return values * kept / (1.0 - probability)

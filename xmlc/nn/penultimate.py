@@ -1,0 +1,36 @@
+"""The penultimate layer: many units for the sparse output layer to choose its inputs from."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from xmlc.nn.dense import BlockedLinear, BlockOptimizer
+
+
+class PenultimateLayer:
+    """``relu(weight @ hidden.T + bias[:, None])``: [batch, hidden] -> features [input, batch]."""
+
+    def __init__(self, hidden: int, width: int, generator: torch.Generator) -> None:
+        # He et al. 2015: hidden of unit variance gives features of unit second moment.
+        weight = torch.empty(width, hidden).normal_(0.0, math.sqrt(2.0 / hidden), generator=generator)
+        self.linear = BlockedLinear(weight, torch.zeros(width))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the features [input, batch] of hidden [batch, hidden]."""
+        return self.linear(hidden.T).relu_()
+
+    @staticmethod
+    def preactivation_gradient_(features: Tensor, feature_gradient: Tensor) -> Tensor:
+        """Turn the gradient of the features into that of their pre-activations, in place."""
+        return feature_gradient.mul_(features > 0)
+
+    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+        """Return [batch, hidden] for the pre-activations' gradient [input, batch]."""
+        return self.linear.input_gradient(gradient).T
+
+    def update(self, hidden: Tensor, gradient: Tensor, optimizer: BlockOptimizer) -> None:
+        """Update the weights from the pre-activations' gradient, block by block."""
+        self.linear.update(hidden.T, gradient, optimizer)

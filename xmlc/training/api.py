@@ -1,0 +1,59 @@
+"""`xmlc.train`: from a data set and settings to a trained run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xmlc.config import Config, build_config, load_config
+from xmlc.data import Dataset, open_dataset
+from xmlc.data.card import recipe_of
+from xmlc.errors import ConfigError
+from xmlc.evaluation import Predictor, load
+from xmlc.training.run_folder import RunFolder
+from xmlc.training.trainer import train_into
+
+
+def train(
+    data: str | Path | Dataset,
+    *,
+    out: str | Path,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    preset: str | None = None,
+    recipe: bool = False,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+) -> Predictor:
+    """Train on a data set into the run folder ``out`` and return the best model.
+
+    Args:
+        data: Folder or name of a data set, or a `Dataset`.
+        out: Run folder, new or empty; with ``resume``, the folder of the run to continue.
+        config: Settings, nested as in config.toml: a `Config`, a mapping, or a TOML file.
+        preset: Settings to start from: ``default`` or ``ecml23``.
+        recipe: Start from the data set's committed recipe instead of a preset.
+        overrides: ``section.key=value`` strings on top.
+        resume: Continue from the latest checkpoint with the run's own settings.
+
+    Raises:
+        XmlcError: Data, settings or folder do not fit, or training was interrupted.
+    """
+    if sum(choice is not None and choice is not False for choice in (config, preset, recipe)) > 1:
+        raise ConfigError(
+            "train: only one of config, preset and recipe may be given, found several; choose one"
+        )
+    run = Path(out)
+    dataset = data if isinstance(data, Dataset) else open_dataset(data)
+    if isinstance(config, Config):
+        settings = config
+    elif isinstance(config, Mapping):
+        settings = build_config(config)
+    elif recipe:
+        settings = load_config(recipe_of(dataset.source, dataset.name), overrides)
+    elif config is None and preset is None and resume:
+        settings = load_config(RunFolder(run).config_file(), overrides)
+    else:
+        settings = load_config(None if config is None else Path(config), overrides, preset or "default")
+    train_into(run, dataset, settings, resume=resume)
+    return load(run)

@@ -1,0 +1,93 @@
+"""A scikit-learn style estimator over the trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import scipy.sparse
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+
+from xmlc.config import build_config
+from xmlc.data import Dataset
+from xmlc.errors import ConfigError, DataError
+from xmlc.evaluation import Predictor, load
+from xmlc.training.trainer import train_into
+
+
+class XmlcClassifier(BaseEstimator):
+    """Extreme multi-label classifier: fit on texts, sparse or dense features; predict the top-k labels.
+
+    Args:
+        config: Settings, nested as in config.toml, such as ``{"model": {"fan_in": 64}}``.
+        epochs: ``training.epochs``, or None for the config's.
+        seed: ``training.seed``, or None for the config's.
+        run: Run folder to keep, or None for a temporary one.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        epochs: int | None = None,
+        seed: int | None = None,
+        run: str | Path | None = None,
+    ) -> None:
+        self.config = config
+        self.epochs = epochs
+        self.seed = seed
+        self.run = run
+
+    def fit(self, X: Any, Y: Any, label_names: Sequence[str] | None = None) -> Self:  # noqa: N803
+        """Train.
+
+        Args:
+            X: A list of texts, or sparse or dense features [instance, feature].
+            Y: Sparse [instance, label]; a stored value above 0 is a label.
+            label_names: One name for each label.
+
+        Raises:
+            DataError: X and Y do not fit.
+            ConfigError: A setting does not fit.
+        """
+        settings = {name: dict(values) for name, values in (self.config or {}).items()}
+        training = settings.setdefault("training", {})
+        if self.epochs is not None:
+            training["epochs"] = self.epochs
+        if self.seed is not None:
+            training["seed"] = self.seed
+        config = build_config(settings, "XmlcClassifier: config")
+        dataset = Dataset.from_arrays(X, Y, label_names=label_names, name="XmlcClassifier.fit")
+        with tempfile.TemporaryDirectory(prefix="xmlc-") as temporary:
+            run = Path(temporary) / "run" if self.run is None else Path(self.run)
+            train_into(run, dataset, config, cache=Path(temporary) / "cache")
+            self.predictor_: Predictor = load(run)
+        self.n_features_in_ = self.predictor_.model.problem.feature_count
+        return self
+
+    def predict(self, X: Any, k: int = 5) -> NDArray[np.int64]:  # noqa: N803
+        """Return the k best labels of each instance, int64 [instance, k], best first."""
+        return self._top(X, k)[1]
+
+    def predict_scores(self, X: Any, k: int = 5) -> scipy.sparse.csr_array:  # noqa: N803
+        """Return the scores of the k best labels of each instance, sparse float32 [instance, label]."""
+        scores, labels = self._top(X, k)
+        rows = np.repeat(np.arange(len(labels)), labels.shape[1])
+        shape = (len(labels), self.predictor_.model.problem.label_count)
+        return scipy.sparse.csr_array((scores.ravel(), (rows, labels.ravel())), shape=shape)
+
+    def score(self, X: Any, Y: Any) -> float:  # noqa: N803
+        """Return precision at 1."""
+        best = self.predict(X, 1)[:, 0]
+        return float(np.mean(scipy.sparse.csr_array(Y)[np.arange(len(best)), best] > 0))
+
+    def _top(self, X: Any, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:  # noqa: N803
+        if not hasattr(self, "predictor_"):
+            raise ConfigError("XmlcClassifier: predict needs a fitted estimator, found none; call fit first")
+        labels = self.predictor_.model.problem.label_count
+        if not 1 <= k <= labels:
+            raise DataError(f"XmlcClassifier: k must lie in [1, label] = [1, {labels}], found {k}")
+        return self.predictor_.top_labels(X, k)

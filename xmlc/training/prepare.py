@@ -1,0 +1,84 @@
+"""From a data set and a config to the streams that training reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xmlc.config import Config
+from xmlc.data import Dataset
+from xmlc.data.batches import BatchStream, holdout
+from xmlc.data.dataset import Features
+from xmlc.data.features import open_text_features
+from xmlc.data.rows import CsrRows
+from xmlc.data.text import TextVectorizer
+from xmlc.errors import DataError
+from xmlc.evaluation.evaluator import BATCH
+from xmlc.nn import Problem
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a trainer reads."""
+
+    problem: Problem
+    train: BatchStream
+    validation: BatchStream
+    """The held-out instances; under the paper protocol the test set; empty where nothing is held out."""
+    validation_filter: CsrRows | None
+    """[instance of the validation stream, label]"""
+    vectorizer: TextVectorizer | None
+
+
+def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prepared:
+    """Hold out validation instances, fit TF-IDF on the others, and open the streams.
+
+    Raises:
+        DataError: There is nothing to train on, or the paper protocol finds no test set.
+    """
+    split, training = dataset.train, config.training
+    if split.labels.rows == 0 or len(split.labels.indices) == 0:
+        raise DataError(
+            f"{dataset.name}: training needs at least one instance with a label, found {split.labels.rows} "
+            f"instances and {len(split.labels.indices)} labels; check the files"
+        )
+    train_rows, validation_rows = holdout(
+        split.instances, 0.0 if training.paper_protocol else config.data.validation_fraction, training.seed
+    )
+    features, test_features, vectorizer = split.features, None, None
+    if dataset.test is not None:
+        test_features = dataset.test.features
+    if dataset.kind == "text":
+        texts = open_text_features(dataset, config.text, train_rows, cache=cache)
+        features, test_features, vectorizer = texts.train, texts.test, texts.vectorizer
+    assert features is not None, "a data set without texts has features"
+
+    validation = BatchStream(features, split.labels, validation_rows, BATCH, training.seed)
+    validation_filter = None if split.filter_pairs is None else split.filter_pairs.take(validation_rows)
+    if training.paper_protocol:
+        if dataset.test is None or test_features is None:
+            raise DataError(f"{dataset.name}: the paper protocol chooses on the test set, found none")
+        validation = whole(test_features, dataset.test.labels)
+        validation_filter = dataset.test.filter_pairs
+    return Prepared(
+        problem=Problem(
+            dense_features=dataset.kind == "dense",
+            feature_count=features.columns if isinstance(features, CsrRows) else features.shape[1],
+            label_count=dataset.label_count,
+            instances=split.instances,
+            propensity_a=dataset.propensity_a,
+            propensity_b=dataset.propensity_b,
+            label_instances=np.bincount(split.labels.indices, minlength=dataset.label_count).astype(np.int64),
+        ),
+        train=BatchStream(features, split.labels, train_rows, training.batch_size, training.seed),
+        validation=validation,
+        validation_filter=validation_filter if config.data.mask_filter_pairs else None,
+        vectorizer=vectorizer,
+    )
+
+
+def whole(features: Features, labels: CsrRows) -> BatchStream:
+    """Return a stream over all instances of a split, for evaluation."""
+    return BatchStream(features, labels, np.arange(labels.rows), BATCH, seed=0)

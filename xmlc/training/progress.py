@@ -1,0 +1,45 @@
+"""What a person sees while a run goes on: bars on stderr, and nothing where stderr is no terminal."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from xmlc.data.batches import Batch
+
+_RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+def bar(total: int, description: str, initial: int = 0) -> tqdm:
+    """Return a progress bar over batches."""
+    return tqdm(
+        total=total,
+        initial=initial,
+        desc=description,
+        unit="batch",
+        file=sys.stderr,
+        disable=not sys.stderr.isatty(),
+        dynamic_ncols=True,
+        leave=False,
+    )
+
+
+def evaluation_bar(batches: Iterable[Batch], total: int) -> Iterable[Batch]:
+    """Pass batches through under a bar."""
+    with bar(total, "evaluate") as progress:
+        for batch in batches:
+            yield batch
+            progress.update()
+
+
+def say(message: str) -> None:
+    """Print a line to stderr above any bar."""
+    tqdm.write(message, file=sys.stderr)
+
+
+def peak_memory_bytes() -> int:
+    """Return the most resident memory that the process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES

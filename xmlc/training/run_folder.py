@@ -1,0 +1,181 @@
+"""The folder of a run: config, environment, data set, metrics, log, checkpoints.
+
+config.toml        every setting; `xmlc train DATA --out OTHER --config config.toml` repeats the run
+environment.json   versions, machine, instruction set, git commit
+data.json          source, fingerprint and counts of the data set
+metrics.jsonl      one line for each epoch
+train.log          what happened, with times
+checkpoints/       docs/checkpoint-format.md
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from xmlc import native
+from xmlc.checkpoint import CheckpointFolder, write_atomic
+from xmlc.config import Config, dump_config, load_config
+from xmlc.errors import CheckpointError, ConfigError
+from xmlc.evaluation.predict import CHECKPOINTS
+
+CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
+    "config.toml",
+    "environment.json",
+    "data.json",
+    "metrics.jsonl",
+    "train.log",
+    ".lock",
+)
+
+
+class RunFolder:
+    """One run on disk; every file but the growing ones appears by atomic rename."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = CheckpointFolder(path / CHECKPOINTS)
+
+    def create(self, config: Config, data: dict[str, Any]) -> None:
+        """Write what describes the run.
+
+        Raises:
+            CheckpointError: The folder holds something already, or is not writable.
+        """
+        if any(entry.name != LOCK for entry in self.path.iterdir()):
+            raise CheckpointError(
+                f"{self.path}: a new run needs a new or empty folder, found files in it; "
+                "choose another --out, or continue that run with --resume"
+            )
+        write_atomic(self.path / CONFIG, dump_config(config))
+        write_atomic(self.path / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+        write_atomic(self.path / DATA, json.dumps(data, indent=2) + "\n")
+
+    def config_file(self) -> Path:
+        """Return the file with the run's settings.
+
+        Raises:
+            CheckpointError: The folder holds no run.
+        """
+        file = self.path / CONFIG
+        if not file.is_file():
+            raise CheckpointError(f"{self.path}: --resume needs the folder of a run, found no {CONFIG} in it")
+        return file
+
+    def check_same(self, config: Config, fingerprint: str) -> None:
+        """Check that a resumed run goes on as it began.
+
+        Raises:
+            ConfigError: A setting differs; its key is named.
+            CheckpointError: The data set differs.
+        """
+        old = load_config(self.config_file()).model_dump(mode="json")
+        new = config.model_dump(mode="json")
+        for section, settings in new.items():
+            for key, value in settings.items():
+                if old[section][key] != value:
+                    raise ConfigError(
+                        f"{self.path}: a resumed run keeps its settings, found {section}.{key} = {value!r} "
+                        f"where it began with {old[section][key]!r}; start a new run to change it"
+                    )
+        began = json.loads((self.path / DATA).read_text())["fingerprint"]
+        if began != fingerprint:
+            raise CheckpointError(
+                f"{self.path}: the run began on data with fingerprint {began}, found {fingerprint}; "
+                "give the same data set"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one process.
+
+        Raises:
+            CheckpointError: Another process trains into it, or it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = (self.path / LOCK).open("w")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: the run folder must be writable: {error.strerror}; choose another --out"
+            ) from None
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(
+                    f"{self.path}: one process may train into a run folder, found another at it; "
+                    "wait for it or choose another --out"
+                ) from None
+            yield
+
+    def append(self, file: str, line: str) -> None:
+        """Append a line to a growing file.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        try:
+            with (self.path / file).open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path / file}: must be writable: {error.strerror}; free space, then --resume"
+            ) from None
+
+    def log(self, message: str) -> None:
+        """Append a message with the time to the log."""
+        self.append(LOG, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {message}")
+
+    def record(self, entry: dict[str, Any]) -> None:
+        """Append one line of metrics."""
+        self.append(METRICS, json.dumps(entry))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics so far."""
+        file = self.path / METRICS
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics of steps that a resumed run will do again."""
+        kept = [entry for entry in self.metrics() if entry["step"] <= step]
+        write_atomic(self.path / METRICS, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and machine, as far as results and speed depend on them."""
+    packages = ("xmlc", "torch", "numpy", "scipy", "scikit-learn", "safetensors")
+    return {
+        "command": sys.argv,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "platform": platform.platform(),
+        "native": native.describe(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the code that runs, where it runs from a checkout; None elsewhere."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": ""},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

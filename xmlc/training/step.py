@@ -1,0 +1,63 @@
+"""One training step, in the order in which data flows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xmlc.data.batches import Batch
+from xmlc.nn import Model
+from xmlc.training.optimizers import Optimizers
+
+
+def training_step(
+    model: Model, batch: Batch, optimizers: Optimizers, output_rate: float, step: int, clip_norm: float
+) -> Tensor:
+    """Update the whole model from one batch and return the loss, float64 [].
+
+    The output layer updates itself inside the fused step and hands back the gradient of its input; the
+    layers before it then follow, the penultimate layer block by block. ``step`` counts from 1 and, with the
+    seed, decides all randomness of the step.
+    """
+    hidden = model.hidden(
+        batch, step_generator(model.config.training.seed, step)
+    )  # [batch, hidden], autograd
+    with torch.no_grad():
+        features = model.features(hidden)  # [input, batch]
+    loss, gradient = model.output.step(features, batch.labels, output_rate, step)
+    with torch.no_grad():
+        if model.penultimate is None:
+            hidden_gradient = gradient.T
+        else:
+            gradient = model.penultimate.preactivation_gradient_(features, gradient)
+            hidden_gradient = model.penultimate.hidden_gradient(gradient)
+    if hidden.requires_grad:
+        hidden.backward(hidden_gradient)
+    with torch.no_grad():
+        if clip_norm > 0.0:
+            factor = _clip_factor(model, hidden, gradient, clip_norm)
+            gradient *= factor
+            for parameter in model.encoder.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+        if model.penultimate is not None:
+            model.penultimate.update(hidden, gradient, optimizers.penultimate)
+    optimizers.step_encoder()
+    return loss
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """Return the generator of one step's dropout: a function of (seed, step) alone, so that runs resume."""
+    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) % (1 << 63))
+
+
+def _clip_factor(model: Model, hidden: Tensor, gradient: Tensor, clip_norm: float) -> Tensor:
+    """Return what to multiply the gradients of encoder and penultimate layer by."""
+    square = torch.zeros(())
+    for parameter in model.encoder.parameters():
+        assert parameter.grad is not None
+        values = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+        square += values.square().sum()
+    if model.penultimate is not None:
+        square += model.penultimate.linear.gradient_square_norm(hidden.T, gradient)
+    return (clip_norm / (square.sqrt() + 1e-12)).clamp(max=1.0)

@@ -1,0 +1,339 @@
+"""Trains a model into a run folder; stops on a signal and goes on from there with the same bits."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xmlc import __version__, native
+from xmlc.checkpoint import read_checkpoint
+from xmlc.config import Config
+from xmlc.data import Dataset
+from xmlc.errors import CheckpointError, ConfigError, XmlcError
+from xmlc.evaluation import evaluate_model
+from xmlc.nn import Model
+from xmlc.nn.output_layer import SparseOutput
+from xmlc.sparsity import RedistributionPolicy
+from xmlc.training import progress
+from xmlc.training.optimizers import Optimizers
+from xmlc.training.prepare import Prepared, prepare
+from xmlc.training.run_folder import RunFolder
+from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
+from xmlc.training.step import training_step
+
+METRIC_RANKS = 5
+
+
+class StoppedBySignalError(XmlcError):
+    """Training stopped on a signal after writing a checkpoint."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+@dataclass
+class Position:
+    """Where a run stands: ``step`` steps done, the next batch is ``batch`` of ``epoch``."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0  # over the epoch's batches so far
+    finished: bool = False
+
+
+class Trainer:
+    """One run: model, optimizers, schedules, and where they stand."""
+
+    def __init__(self, dataset: Dataset, config: Config, folder: RunFolder, prepared: Prepared) -> None:
+        self.dataset = dataset
+        self.config = config
+        self.folder = folder
+        self.prepared = prepared
+        self.model = Model(config, prepared.problem)
+        self.optimizers = Optimizers(self.model)
+        total_steps = len(prepared.train) * config.training.epochs
+        self.policy = RedistributionPolicy(config.redistribution, total_steps)
+        self.schedule = Schedule(config.schedule, total_steps, Plateau())
+        self.stopping = EarlyStopping(config.training, Plateau())
+        self.position = Position()
+        self.seconds = 0.0  # spent in training steps, over all sessions of the run
+        self._saved = time.monotonic()
+        self._signal: int | None = None
+        self._board = _tensorboard(folder.path) if config.training.tensorboard else None
+
+    def run(self) -> None:
+        """Train to the end, or until early stopping or a signal.
+
+        Raises:
+            StoppedBySignalError: A signal came; the checkpoint is written.
+            ConfigError: The loss is no number any more.
+            CheckpointError: The disk refuses.
+        """
+        position = self.position
+        with self._signals_noted():
+            while position.epoch < self.config.training.epochs and not position.finished:
+                self._epoch()
+                self._finish_epoch()
+        self.folder.log(f"finished after {position.step} steps")
+
+    def _epoch(self) -> None:
+        position, training = self.position, self.config.training
+        started = time.monotonic()
+        stream = self.prepared.train
+        with progress.bar(len(stream), f"epoch {position.epoch + 1}", position.batch) as bar:
+            for batch in stream.epoch(position.epoch, position.batch):
+                loss = self._step(batch)
+                position.batch += 1
+                position.loss_sum += loss
+                instances = position.batch * training.batch_size
+                bar.update()
+                bar.set_postfix(
+                    loss=f"{position.loss_sum / position.batch:.4g}",
+                    instances=instances,
+                    memory=f"{progress.peak_memory_bytes() / 2**20:.0f} MiB",
+                    refresh=False,
+                )
+                if self._signal is not None:
+                    self.seconds += time.monotonic() - started
+                    self._stop_on_signal()
+                if time.monotonic() - self._saved > training.checkpoint_seconds:
+                    self.seconds += time.monotonic() - started
+                    started = time.monotonic()
+                    self.save()
+        self.seconds += time.monotonic() - started
+
+    def _step(self, batch: Any) -> float:
+        config, position = self.config, self.position
+        position.step += 1
+        factor = self.schedule.factor(position.step)
+        output_rate = config.output_optimizer.learning_rate * factor
+        self.optimizers.set_rates(config.dense_optimizer.learning_rate * factor, output_rate)
+        loss = float(
+            training_step(
+                self.model, batch, self.optimizers, output_rate, position.step, config.training.clip_norm
+            )
+        )
+        if not math.isfinite(loss):
+            raise ConfigError(
+                f"training: the loss must stay finite, found {loss} at step {position.step}; lower "
+                f"output_optimizer.learning_rate ({config.output_optimizer.learning_rate}) or "
+                f"dense_optimizer.learning_rate ({config.dense_optimizer.learning_rate}), "
+                "or set training.clip_norm; the last checkpoint is whole"
+            )
+        output = self.model.output
+        if isinstance(output, SparseOutput) and self.policy.due(position.step):
+            moved = output.redistribute(
+                config.redistribution, self.policy.strength(position.step), position.step
+            )
+            self.folder.log(f"step {position.step}: redistributed {moved} connections")
+        return loss
+
+    def _finish_epoch(self) -> None:
+        """Evaluate, let schedule and stopping react, record, and save."""
+        position, training = self.position, self.config.training
+        batches = len(self.prepared.train)
+        entry: dict[str, Any] = {
+            "epoch": position.epoch + 1,
+            "step": position.step,
+            "loss": position.loss_sum / batches,
+            "learning_rate_factor": self.schedule.factor(position.step),
+        }
+        best = True
+        if len(self.prepared.validation.rows):
+            values = self._validate()
+            entry["validation"] = values
+            self.schedule.evaluated(values[training.metric])
+            best = self.stopping.evaluated(values[training.metric])
+            position.finished = self.stopping.stop
+        entry["best"] = best
+        entry["train_seconds"] = round(self.seconds, 3)
+        entry["peak_memory_bytes"] = progress.peak_memory_bytes()
+        position.epoch += 1
+        position.batch = 0
+        position.loss_sum = 0.0
+        self.folder.record(entry)
+        name = self.save()
+        if best:
+            self.folder.checkpoints.mark_best(name)
+        self.folder.checkpoints.keep(last=1)
+        self._tell(entry)
+        if self._signal is not None and position.epoch < training.epochs and not position.finished:
+            self._stop_on_signal()
+
+    def _validate(self) -> dict[str, float]:
+        ranks = max(METRIC_RANKS, int(self.config.training.metric.partition("@")[2]))
+        report = evaluate_model(
+            self.model,
+            self.prepared.validation,
+            ranks,
+            self.prepared.validation_filter,
+            progress=progress.evaluation_bar,
+        )
+        return {name: value for name, value in report.values.items() if name.partition("@")[0] in METRICS}
+
+    def _tell(self, entry: dict[str, Any]) -> None:
+        parts = [f"epoch {entry['epoch']}/{self.config.training.epochs}", f"loss {entry['loss']:.4g}"]
+        for name in ("P@1", "P@5", "PSP@1", "PSP@5"):
+            if name in entry.get("validation", {}):
+                parts.append(f"{name} {100 * entry['validation'][name]:.2f}")
+        parts.append(f"{self.seconds:.0f} s")
+        parts.append(f"{entry['peak_memory_bytes'] / 2**20:.0f} MiB")
+        line = "  ".join(parts) + ("  best" if entry["best"] and "validation" in entry else "")
+        self.folder.log(line)
+        progress.say(line)
+        if self._board is not None:
+            self._board.add_scalar("loss", entry["loss"], entry["step"])
+            for name, value in entry.get("validation", {}).items():
+                self._board.add_scalar(f"validation/{name}", value, entry["step"])
+            self._board.flush()
+
+    def save(self) -> str:
+        """Write a checkpoint of everything that the run needs to go on, and return its name."""
+        position = self.position
+        name = f"step-{position.step:010d}"
+        tensors: dict[str, Tensor] = {f"model.{key}": value for key, value in self.model.tensors().items()}
+        tensors |= {f"optimizer.{key}": value for key, value in self.optimizers.tensors().items()}
+        tensors["label_instances"] = torch.from_numpy(self.prepared.problem.label_instances)
+        if self.prepared.vectorizer is not None:
+            for key, array in self.prepared.vectorizer.to_arrays().items():
+                tensors[f"text.{key}"] = torch.tensor(array)
+        if self.dataset.label_names is not None:
+            tensors["label_names.offsets"] = torch.tensor(self.dataset.label_names.offsets)
+            tensors["label_names.data"] = torch.tensor(self.dataset.label_names.data)
+        metadata: dict[str, Any] = {
+            "xmlc_version": __version__,
+            "config": self.config.model_dump(mode="json"),
+            "problem": self.prepared.problem.facts(),
+            "data": data_facts(self.dataset),
+            "position": vars(position),
+            "schedule": {"plateau": self.schedule.plateau.state(), "factor": self.schedule.plateau_factor},
+            "stopping": self.stopping.plateau.state(),
+            "seconds": self.seconds,
+        }
+        self.folder.checkpoints.save(name, tensors, metadata)
+        self._saved = time.monotonic()
+        return name
+
+    def resume(self) -> None:
+        """Continue from the latest checkpoint; from the start where there is none yet."""
+        path = self.folder.checkpoints.latest()
+        if path is None:
+            return
+        checkpoint = read_checkpoint(path)
+        tensors = dict(checkpoint.tensors)
+        metadata: Any = checkpoint.metadata
+        try:
+            for name, tensor in self.model.tensors().items():
+                tensor.copy_(tensors[f"model.{name}"])
+            self.optimizers.load(
+                {
+                    name.removeprefix("optimizer."): value
+                    for name, value in tensors.items()
+                    if name.startswith("optimizer.")
+                }
+            )
+            self.position = Position(**metadata["position"])
+            self.schedule.plateau = Plateau(**metadata["schedule"]["plateau"])
+            self.schedule.plateau_factor = metadata["schedule"]["factor"]
+            self.stopping.plateau = Plateau(**metadata["stopping"])
+            self.seconds = metadata["seconds"]
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path}: the checkpoint must hold the state of this run, found "
+                f"{type(error).__name__}: {error}; resume with the version that wrote it"
+            ) from None
+        self.folder.forget_after(self.position.step)
+        self.folder.log(f"resumed at step {self.position.step}")
+
+    @contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """Note SIGINT and SIGTERM instead of dying on them; only the main thread may ask for that."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, _: FrameType | None) -> None:
+            self._signal = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop_on_signal(self) -> None:
+        assert self._signal is not None
+        self.save()
+        self.folder.checkpoints.keep(last=1)
+        name = signal.Signals(self._signal).name
+        self.folder.log(f"stopped by {name} at step {self.position.step}")
+        raise StoppedBySignalError(
+            self._signal,
+            f"{self.folder.path}: stopped by {name} at step {self.position.step}, checkpoint written; "
+            "continue with --resume",
+        )
+
+
+METRICS = ("P", "nDCG", "R", "PSP", "PSnDCG")
+
+
+def data_facts(dataset: Dataset) -> dict[str, Any]:
+    """Return what identifies a data set in a run."""
+    return {
+        "name": dataset.name,
+        "source": None if dataset.source is None else str(dataset.source),
+        "fingerprint": dataset.fingerprint,
+        "kind": dataset.kind,
+        "instances": dataset.train.instances,
+        "labels": dataset.label_count,
+    }
+
+
+def train_into(
+    folder: Path, dataset: Dataset, config: Config, *, resume: bool = False, cache: Path | None = None
+) -> Trainer:
+    """Train a data set into a run folder and return the finished trainer.
+
+    Raises:
+        StoppedBySignalError: SIGINT or SIGTERM; the run can be resumed.
+        XmlcError: Data, config or folder do not fit.
+    """
+    run = RunFolder(folder)
+    with run.locked():
+        if resume:
+            run.check_same(config, dataset.fingerprint)
+        else:
+            run.create(config, data_facts(dataset))
+        if config.training.threads:
+            torch.set_num_threads(config.training.threads)
+        trainer = Trainer(dataset, config, run, prepare(dataset, config, cache))
+        if resume:
+            trainer.resume()
+        run.log(f"training on {torch.get_num_threads()} threads with {native.cpu.isa()} kernels")
+        trainer.run()
+        return trainer
+
+
+def _tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "training.tensorboard: needs the package tensorboard, found none; "
+            "install it with `pip install 'xmlc[report]'`, or set it to false"
+        ) from None
+    return SummaryWriter(str(path / "tensorboard"))
