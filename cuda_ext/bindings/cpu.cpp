@@ -147,7 +147,7 @@ PYBIND11_MODULE(_cpu, m) {
             at<float>(weight_second),
             at<float>(bias_first),
             at<float>(bias_second),
-            make_key(seed, static_cast<std::uint64_t>(step)),
+            make_key(seed, static_cast<std::uint64_t>(step), Purpose::kRounding),
             at<double>(loss_sum)};
         py::gil_scoped_release release;
         return cpu::fused_step(a, threads, at<void>(workspace));
@@ -184,7 +184,7 @@ PYBIND11_MODULE(_cpu, m) {
             named<NewValue>(new_value,
                             {{"zero", NewValue::kZero}, {"random", NewValue::kRandom}, {"keep", NewValue::kKeep}}),
             static_cast<float>(new_value_bound),
-            make_key(seed, step),
+            make_key(seed, step, Purpose::kRedistribution),
             at<std::int64_t>(pruned)};
         py::gil_scoped_release release;
         return cpu::redistribute(a, threads, at<void>(workspace));

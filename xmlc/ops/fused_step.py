@@ -45,16 +45,26 @@ class OptimizerState:
 
     @classmethod
     def zeros(cls, kind: str, label: int, fan_in: int) -> OptimizerState:
-        """Return the state before the first step, all float32 zeros."""
-        if kind == "sgd":
-            return cls()
-        if kind == "momentum":
-            return cls(weight_first=torch.zeros(label, fan_in), bias_first=torch.zeros(label))
-        if kind == "label_adam":
-            return cls(weight_second=torch.zeros(label))
-        return cls(
-            torch.zeros(label, fan_in), torch.zeros(label, fan_in), torch.zeros(label), torch.zeros(label)
-        )
+        """Return the state before the first step, all float32 zeros.
+
+        Raises:
+            NativeError: The kind is unknown.
+        """
+        weight, bias = (label, fan_in), (label,)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {
+            "sgd": {},
+            "momentum": {"weight_first": weight, "bias_first": bias},
+            "adam": {
+                "weight_first": weight,
+                "weight_second": weight,
+                "bias_first": bias,
+                "bias_second": bias,
+            },
+            "label_adam": {"weight_second": bias},
+        }
+        if kind not in shapes:
+            raise NativeError(f"{_NAME}: optimizer must be one of {', '.join(shapes)}, got {kind!r}")
+        return cls(**{name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes[kind].items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors in use by name."""
@@ -94,11 +104,22 @@ def fused_step(
         logits = sparse_linear(features, weight, indices, bias, group_size)
         target = +1 for a positive (instance, label), else -1
         value = scale * sum(factor * loss(logits, target))  # factor: positive_weight[l] on positives, else 1
-        value.backward(); optimizer.step()                  # torch.optim.SGD or AdamW
+        value.backward(); optimizer.step()                  # torch.optim.SGD or AdamW, see below
 
     with ``squared_hinge``: max(0, 1 - target * logit)^2, whose exact zeros skip all backward work of a
     label (the published "implicit negative mining"), or ``bce``: log(1 + exp(-target * logit)).
-    bfloat16 weights are rounded stochastically, from a counter of (seed, step, label, connection).
+    A positive given twice counts once.
+
+    Optimizers: ``sgd``, ``momentum`` (SGD with momentum, no dampening) and ``adam`` are torch's; weight decay
+    is decoupled in all of them (AdamW's; torch couples SGD's), and spares the bias. ``label_adam`` is Adam
+    without a first moment and with one second moment v for the fan_in + 1 parameters of a label::
+
+        v = beta2 * v + (1 - beta2) * mean(gradient ** 2)
+        w = w * (1 - learning_rate * weight_decay)
+            - learning_rate * gradient / (sqrt(v / (1 - beta2 ** step)) + eps)
+
+    bfloat16 weights are rounded stochastically, from a counter of (seed, step, label, connection); the
+    expectation is exact, except that a finite value stays finite beyond the largest bfloat16.
     Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads.
 
     Args:
@@ -124,7 +145,9 @@ def fused_step(
     Raises:
         NativeError: A dtype, shape, device, layout, label or state does not fit.
     """
-    pair_label, pair_instance = _pairs(positive_offsets, positive_labels, features.shape[-1], weight.shape[0])
+    _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
+    label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
+    pair_label, pair_instance = _pairs(positive_offsets, positive_labels, batch, label)
     with torch.no_grad():
         return torch.ops.xmlc.fused_step(
             features,
@@ -225,6 +248,8 @@ def _fused_step_cpu(
         raise NativeError(f"{_NAME}: step must count from 1, got {step}")
     state = OptimizerState(weight_first, weight_second, bias_first, bias_second)
     _check_state(optimizer, state, label, fan_in)
+    for name, pair in (("pair_label", pair_label), ("pair_instance", pair_instance)):
+        checks.tensor(_NAME, name, pair, (pair_label.numel(),), "[pair]", torch.int32)
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
     feature_gradient = torch.empty_like(features)

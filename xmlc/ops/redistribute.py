@@ -40,12 +40,14 @@ def redistribute(
 ) -> int:
     """Replace weak connections by random ones, keeping ``fan_in`` distinct inputs in every group.
 
-    The score of connection k of a group is the mean of ``|weight[l, k]|`` over its labels. With ``fraction``,
-    exactly ``floor(fraction * group * fan_in + 1/2)`` connections of lowest score go: over the whole layer
-    (``scope = "layer"``), or, within each group, its floor or ceiling of an equal share
+    The score of connection k of a group is the mean of ``|weight[l, k]|`` over its labels; NaN ranks highest.
+    With ``fraction``, exactly ``floor(fraction * group * fan_in + 1/2)`` connections of lowest score go: over
+    the whole layer (``scope = "layer"``), or, within each group, its floor or ceiling of an equal share
     (``scope = "group"``); ties are broken by a hash of (seed, step, position). With ``threshold``, every
-    connection whose score is below it goes. Each pruned connection gets an input drawn uniformly from those
-    that its group does not have at that moment, its weights become 0, uniform in
+    connection whose score is below it (in float32) goes.
+
+    All pruned inputs of a group leave first; then each pruned connection gets an input drawn uniformly from
+    those that the group does not have at that moment. Its weights become 0, uniform in
     [-new_value_bound, new_value_bound), or stay, and its entries of ``states`` become 0.
 
     Scratch is half a megabyte and 17 bytes × fan_in per thread, whatever the layer's size. Same arguments,
@@ -109,8 +111,9 @@ def _redistribute_cpu(
     step: int,
     seed: int,
 ) -> Tensor:
-    bias = torch.empty(weight.shape[0])
-    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    layer = checks.layer(
+        _NAME, weight, indices, torch.empty(weight.shape[:1], dtype=torch.float32), group_size, input
+    )
     if (fraction is None) == (threshold is None):
         raise NativeError(
             f"{_NAME}: exactly one of fraction and threshold must be given, got {fraction}, {threshold}"

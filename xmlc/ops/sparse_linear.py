@@ -72,6 +72,10 @@ def _features(op: str, features: Tensor) -> tuple[int, int]:
     return sizes
 
 
+def _check_logit_gradient(logit_gradient: Tensor, label: int, batch: int) -> None:
+    checks.tensor(_NAME, "logit_gradient", logit_gradient, (label, batch), "[label, batch]", torch.float32)
+
+
 @torch.library.impl("xmlc::sparse_linear", "cpu")
 def _forward_cpu(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
     input, batch = _features(_NAME, features)
@@ -92,10 +96,12 @@ def _forward_cpu(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor
 def _feature_gradient_cpu(
     logit_gradient: Tensor, weight: Tensor, indices: Tensor, group_size: int, input: int
 ) -> Tensor:
-    batch = logit_gradient.shape[1]
-    bias = logit_gradient.new_empty(weight.shape[0])
-    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    _, batch = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
+    layer = checks.layer(
+        _NAME, weight, indices, torch.empty(weight.shape[:1], dtype=torch.float32), group_size, input
+    )
     logit_gradient = logit_gradient.contiguous()
+    _check_logit_gradient(logit_gradient, weight.shape[0], batch)
     gradient = logit_gradient.new_empty(input, batch)
     native.run(
         native.cpu.sparse_linear_feature_gradient,
@@ -113,11 +119,11 @@ def _weight_gradient_cpu(
     logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int
 ) -> Tensor:
     input, batch = _features(_NAME, features)
-    label, fan_in = logit_gradient.shape[0], indices.shape[1]
-    gradient = logit_gradient.new_empty(label, fan_in)
-    bias = logit_gradient.new_empty(label)
-    layer = checks.layer(_NAME, gradient, indices, bias, group_size, input)
+    label, _ = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
     logit_gradient = logit_gradient.contiguous()
+    _check_logit_gradient(logit_gradient, label, batch)
+    gradient = torch.empty(label, indices.shape[-1], dtype=torch.float32)
+    layer = checks.layer(_NAME, gradient, indices, torch.empty(label, dtype=torch.float32), group_size, input)
     native.run(
         native.cpu.sparse_linear_weight_gradient,
         native.threads_for(gradient.numel() * batch),

@@ -26,6 +26,7 @@ def top_labels(
 
     Equivalent to sorting each column of `sparse_linear` by (falling logit, rising label) and taking the first
     k, in memory of batch × k per thread. A logit that is NaN or -inf is never taken.
+    Outside autograd.
 
     Args:
         features: float32 [input, batch].
@@ -42,7 +43,8 @@ def top_labels(
     Raises:
         NativeError: A dtype, shape, device, layout, index or k does not fit.
     """
-    return torch.ops.xmlc.top_labels(features, weight, indices, bias, k, group_size)
+    with torch.no_grad():
+        return torch.ops.xmlc.top_labels(features, weight, indices, bias, k, group_size)
 
 
 def top_labels_reference(

@@ -24,9 +24,12 @@ XMLC_HOST_DEVICE std::uint64_t mix(std::uint64_t value) {  // the finalizer of S
   return value ^ (value >> 31);
 }
 
-// One independent stream for each (seed, step).
-XMLC_HOST_DEVICE RandomKey make_key(std::uint64_t seed, std::uint64_t step) {
-  const std::uint64_t mixed = mix(mix(seed) ^ step);
+// What random numbers are for: draws of one purpose say nothing about those of another.
+enum class Purpose : std::uint64_t { kRounding = 1, kRedistribution = 2 };
+
+// One independent stream for each (seed, step, purpose).
+XMLC_HOST_DEVICE RandomKey make_key(std::uint64_t seed, std::uint64_t step, Purpose purpose) {
+  const std::uint64_t mixed = mix(mix(mix(seed) ^ step) ^ static_cast<std::uint64_t>(purpose));
   return {static_cast<std::uint32_t>(mixed), static_cast<std::uint32_t>(mixed >> 32)};
 }
 
