@@ -18,13 +18,14 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
     """A group of settings: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class DataConfig(Section):
@@ -42,11 +43,15 @@ class TextConfig(Section):
     """TF-IDF over words and, optionally, character n-grams (scikit-learn's ``TfidfVectorizer``)."""
 
     word_ngrams: tuple[PositiveInt, PositiveInt] = (1, 1)
+    """Shortest and longest run of words that counts as a term."""
     character_ngrams: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
-    """Lengths of character n-grams within word boundaries; (0, 0) uses none."""
+    """Shortest and longest character n-gram within word boundaries; [0, 0] uses none."""
     min_document_frequency: PositiveInt = 1
+    """Training texts that a term must occur in."""
     max_features: PositiveInt | None = None
+    """Terms to keep, those in the most texts, of words and of character n-grams each."""
     sublinear_tf: bool = True
+    """Weigh a term's count as 1 + ln(count)."""
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> TextConfig:
@@ -65,23 +70,28 @@ class ModelConfig(Section):
     bottleneck: hidden -> ``bottleneck`` units -> label, both dense."""
     hidden: PositiveInt = 512
     """Width of the encoder's output; a data set of dense features brings its own."""
-    width: PositiveInt = 16_384
+    width: PositiveInt = 8192
     """Units of the penultimate layer, that is, the ``input`` axis of the sparse output layer."""
     fan_in: PositiveInt = 32
     """Inputs of each label (K)."""
     group_size: Literal[1, 16, 32, 64] = 1
     """Labels that share one set of inputs; 1 is uniform fan-in."""
     bottleneck: PositiveInt = 64
+    """Units of the penultimate layer of ``output = "bottleneck"``."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    weight_init: Literal["zero", "fan_in", "glorot_flat"] = "fan_in"
-    """0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras gives a flat tensor."""
-    bias_init: float | Literal["auto"] = "auto"
+    """Storage of the sparse output layer's weights; bfloat16 is rounded stochastically."""
+    weight_init: Literal["zero", "fan_in", "glorot_flat"] = "zero"
+    """Of the sparse output layer: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras gives a flat tensor."""
+    bias_init: FiniteFloat | Literal["auto"] = "auto"
     """auto: -1 for squared hinge (negatives start at loss 0); the log-odds of the label's share for bce."""
-    input_dropout: UnitInterval = 0.0
+    penultimate_init: Literal["he", "glorot"] = "he"
+    """N(0, 2/hidden); or U(+-sqrt(6/(hidden+width)))."""
+    input_dropout: UnitInterval = 0.2
     """Dropout on the instance's features before the first dense layer."""
     hidden_dropout: UnitInterval = 0.0
     """Dropout on the encoder's output."""
     hidden_activation: Literal["none", "relu"] = "none"
+    """Activation of the encoder's output."""
 
     @model_validator(mode="after")
     def _check_fan_in(self) -> ModelConfig:
@@ -94,6 +104,7 @@ class LossConfig(Section):
     """Loss of one logit, and how the logits of an instance are combined."""
 
     kind: Literal["squared_hinge", "bce"] = "squared_hinge"
+    """max(0, 1 - target * logit)^2 with targets -1 and +1, or binary cross-entropy with logits."""
     reduction: Literal["sum", "mean"] = "sum"
     """Over labels: their sum or their mean. Over the batch it is always the mean."""
     positive_weight: PositiveFloat = 1.0
@@ -106,14 +117,20 @@ class OptimizerConfig(Section):
     """Update rule of one part of the model."""
 
     kind: Literal["sgd", "momentum", "adam", "label_adam"] = "adam"
-    """``label_adam``: no first moment and one second moment for each label (output layer only)."""
+    """``label_adam``: no first moment and one second moment for each label (sparse output layer only)."""
     learning_rate: NonNegativeFloat = 1e-3
+    """Rate before the schedule's factor."""
     momentum: UnitInterval = 0.9
+    """Of ``momentum``."""
     beta1: UnitInterval = 0.9
+    """Of ``adam``: decay of the first moment."""
     beta2: UnitInterval = 0.999
+    """Of ``adam`` and ``label_adam``: decay of the second moment."""
     eps: PositiveFloat = 1e-8
+    """Of ``adam`` and ``label_adam``: added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled: every step multiplies the weights by ``1 - learning_rate * weight_decay``."""
+    """Decoupled: every step multiplies the weights by ``1 - learning_rate * weight_decay``; biases and
+    embeddings, of which a step sees a few rows only, are spared."""
 
 
 class RedistributionConfig(Section):
@@ -122,16 +139,21 @@ class RedistributionConfig(Section):
     interval_steps: NonNegativeInt = 1000
     """Steps between two redistributions; 0 never redistributes."""
     first_step: PositiveInt = 1000
+    """Step after which connections move for the first time."""
     fraction: Fraction = 0.1
+    """Share of the connections to move."""
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of ``fraction`` (or ``threshold``) from ``first_step`` down to 0 at the end."""
     end: Fraction = 0.66
     """Share of the planned training steps after which connections stay."""
     mode: Literal["fraction", "threshold"] = "fraction"
+    """Whether ``fraction`` or ``threshold`` decides."""
     threshold: NonNegativeFloat = 0.0
+    """Magnitude below which a connection moves."""
     scope: Literal["layer", "group"] = "layer"
     """Whether weak connections are ranked over the whole layer or within each group."""
     new_value: Literal["zero", "random", "keep"] = "zero"
+    """Weight of a moved connection."""
     new_value_bound: NonNegativeFloat = 0.01
     """Half width of the uniform distribution of ``new_value = "random"``."""
 
@@ -142,11 +164,15 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "plateau"] = "linear"
     """``plateau``: multiply by ``factor`` when the validation metric stalls for ``patience`` evaluations."""
     warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises from 0."""
     final_fraction: Fraction = 0.0
     """Where linear and cosine end, as a share of the learning rate."""
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Of ``plateau``."""
     patience: PositiveInt = 2
+    """Of ``plateau``: evaluations without a gain before the rate falls."""
     min_delta: NonNegativeFloat = 1e-3
+    """Of ``plateau``: what counts as a gain."""
     min_fraction: Fraction = 0.1
     """Floor of ``plateau``, as a share of the learning rate."""
 
@@ -155,22 +181,27 @@ class TrainingConfig(Section):
     """Length, batches, stopping, checkpoints."""
 
     epochs: PositiveInt = 20
+    """Passes over the training instances, at most."""
     batch_size: PositiveInt = 128
+    """Instances of one step."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial weights, connections, order, dropout and rounding."""
     threads: NonNegativeInt = 0
     """Threads of the native kernels and of torch; 0 takes torch's own number."""
     clip_norm: NonNegativeFloat = 0.0
     """Upper bound of the global gradient norm of encoder and penultimate layer; 0 does not clip."""
-    metric: str = Field(default="P@1", pattern=r"^(P|nDCG|R|PSP|PSnDCG)@[1-9][0-9]*$")
+    metric: str = Field(default="P@1", pattern=r"^(P|nDCG|R|PSP|PSnDCG)@[1-9][0-9]{0,2}$")
     """Validation metric that chooses the best epoch."""
     patience: NonNegativeInt = 5
     """Evaluations without a gain of ``min_delta`` before training stops; 0 never stops early."""
     min_delta: NonNegativeFloat = 5e-5
+    """What counts as a gain for early stopping and the best epoch."""
     checkpoint_seconds: NonNegativeFloat = 600.0
     """Longest time between two checkpoints; every evaluation writes one as well."""
     paper_protocol: bool = False
     """Let the *test* set choose rate, epoch and early stop, as published tables did. Not for new results."""
     tensorboard: bool = False
+    """Write TensorBoard events into the run folder (extra ``report``)."""
 
 
 class Config(Section):
@@ -195,31 +226,55 @@ class Config(Section):
         return self
 
 
+_KERAS_ADAM = {
+    "kind": "adam",
+    "learning_rate": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-7,
+    "weight_decay": 0.0,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     # Schultheis & Babbar 2023, "Towards Memory-Efficient Training for Extremely Large Output Spaces":
     # the recipe of its Amazon-670K rows, whose "validation" data was the test set (hence paper_protocol).
+    # Every setting that the recipe fixes stands here, whatever the defaults are.
     "ecml23": {
         "model": {
+            "output": "sparse",
             "width": 32_768,
             "fan_in": 32,
+            "group_size": 1,
+            "weight_dtype": "float32",
             "weight_init": "glorot_flat",
+            "bias_init": 0.0,
+            "penultimate_init": "glorot",
             "input_dropout": 0.1,
+            "hidden_dropout": 0.0,
+            "hidden_activation": "none",
         },
-        "loss": {"kind": "squared_hinge", "reduction": "mean"},
-        "output_optimizer": {"kind": "adam", "learning_rate": 1e-3, "eps": 1e-7},
-        "dense_optimizer": {"kind": "adam", "learning_rate": 1e-3, "eps": 1e-7},
+        "loss": {
+            "kind": "squared_hinge",
+            "reduction": "mean",
+            "positive_weight": 1.0,
+            "positive_weight_propensity": False,
+        },
+        "output_optimizer": _KERAS_ADAM,
+        "dense_optimizer": _KERAS_ADAM,
         "redistribution": {
             "interval_steps": 1000,
             "first_step": 1,
             "fraction": 0.1,
             "decay": "constant",
             "end": 1.0,
+            "mode": "fraction",
             "scope": "layer",
             "new_value": "keep",
         },
         "schedule": {
             "kind": "plateau",
+            "warmup_steps": 0,
             "factor": 0.5,
             "patience": 2,
             "min_delta": 1e-3,
@@ -228,6 +283,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "training": {
             "epochs": 100,
             "batch_size": 32,
+            "clip_norm": 0.0,
             "metric": "P@3",
             "patience": 4,
             "min_delta": 5e-5,
@@ -236,21 +292,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def load_config(file: Path | None = None, overrides: Sequence[str] = (), preset: str = "default") -> Config:
-    """Build a config: defaults, then the preset, then the TOML file, then ``section.key=value`` overrides.
+def load_config(
+    source: Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), preset: str = "default"
+) -> Config:
+    """Build a config: defaults, then the preset, then the source, then ``section.key=value`` overrides.
 
-    A file may name its own preset by a top-level ``preset = "..."``.
+    The source, a TOML file or nested settings, may name its own preset by a top-level ``preset = "..."``.
 
     Raises:
         ConfigError: A key is unknown (with a suggestion), a value is out of range, or the file is no TOML.
     """
-    settings: dict[str, Any] = {}
-    where = "config"
-    if file is not None:
-        where = str(file)
-        settings = _read_toml(file)
-        preset = settings.pop("preset", preset)
-    if preset not in PRESETS:
+    where = str(source) if isinstance(source, Path) else "config"
+    settings = _read_toml(source) if isinstance(source, Path) else dict(source or {})
+    preset = settings.pop("preset", preset)
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"{where}: preset must be one of {', '.join(PRESETS)}, found {preset!r}")
     merged = _merge(PRESETS[preset], settings, where)
     for override in overrides:
@@ -264,9 +319,12 @@ def build_config(settings: Mapping[str, Any], where: str = "config") -> Config:
     try:
         return Config.model_validate(settings)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
+        errors = error.errors(include_url=False)
+        first = errors[0]
+        place = first["loc"][:2]  # section and key; pydantic goes on with which choice of a union failed
+        key = ".".join(str(part) for part in place)
+        messages = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][:2] == place]
+        message = " or ".join(dict.fromkeys(messages))
         found = "" if first["type"] == "value_error" else f", found {first['input']!r}"
         raise ConfigError(f"{where}: {key + ': ' if key else ''}{message}{found}") from None
 
@@ -321,7 +379,7 @@ def _check_keys(settings: Mapping[str, Any], section: type[BaseModel], where: st
         field = section.model_fields.get(key)
         if field is None:
             known = list(section.model_fields)
-            close = difflib.get_close_matches(key, known, n=1) or [
+            close = difflib.get_close_matches(str(key), known, n=1) or [
                 full for full in _all_keys(Config) if full.endswith(f".{key}")
             ]
             hint = (

@@ -47,8 +47,8 @@ const char* isa_name(cpu::Isa isa) {
   }
 }
 
-OptimizerArguments optimizer(const std::string& kind, double learning_rate, double weight_decay, double momentum,
-                             double beta1, double beta2, double eps, std::int64_t step) {
+OptimizerArguments optimizer(const std::string& kind, double learning_rate, double weight_decay,
+                             double momentum, double beta1, double beta2, double eps, std::int64_t step) {
   OptimizerArguments o{};
   o.kind = named<Optimizer>(kind, {{"sgd", Optimizer::kSgd},
                                    {"momentum", Optimizer::kMomentum},
@@ -70,8 +70,14 @@ OptimizerArguments optimizer(const std::string& kind, double learning_rate, doub
 Layer layer(Address indices, Address weight, Address bias, const std::string& indices_dtype,
             const std::string& weight_dtype, std::int64_t input, std::int64_t label, std::int64_t group_size,
             std::int64_t fan_in) {
-  return {at<const void>(indices), at<void>(weight), at<float>(bias), index_type(indices_dtype),
-          weight_type(weight_dtype), input,          label,           group_size,
+  return {at<const void>(indices),
+          at<void>(weight),
+          at<float>(bias),
+          index_type(indices_dtype),
+          weight_type(weight_dtype),
+          input,
+          label,
+          group_size,
           fan_in};
 }
 
@@ -95,42 +101,45 @@ PYBIND11_MODULE(_cpu, m) {
 
   m.def(
       "sparse_linear",
-      [](const Layer& layer, Address features, Address logits, std::int64_t batch, int threads, Address workspace) {
-        const SparseLinearArguments a{layer, at<const float>(features), at<float>(logits), nullptr, nullptr, batch};
+      [](const Layer& layer, Address features, Address logits, std::int64_t batch, int threads,
+         Address workspace) {
+        const SparseLinearArguments a{layer, at<const float>(features), at<float>(logits), nullptr, nullptr,
+                                      batch};
         py::gil_scoped_release release;
         return cpu::sparse_linear(a, threads, at<void>(workspace));
       },
-      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("logits"), py::arg("batch"), py::arg("threads"),
-      py::arg("workspace"));
+      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("logits"), py::arg("batch"),
+      py::arg("threads"), py::arg("workspace"));
   m.def(
       "sparse_linear_feature_gradient",
-      [](const Layer& layer, Address logit_gradient, Address feature_gradient, std::int64_t batch, int threads,
-         Address workspace) {
-        const SparseLinearArguments a{layer, nullptr, at<float>(logit_gradient), at<float>(feature_gradient), nullptr,
-                                      batch};
+      [](const Layer& layer, Address logit_gradient, Address feature_gradient, std::int64_t batch,
+         int threads, Address workspace) {
+        const SparseLinearArguments a{
+            layer, nullptr, at<float>(logit_gradient), at<float>(feature_gradient), nullptr, batch};
         py::gil_scoped_release release;
         return cpu::sparse_linear_feature_gradient(a, threads, at<void>(workspace));
       },
-      py::kw_only(), py::arg("layer"), py::arg("logit_gradient"), py::arg("feature_gradient"), py::arg("batch"),
-      py::arg("threads"), py::arg("workspace"));
+      py::kw_only(), py::arg("layer"), py::arg("logit_gradient"), py::arg("feature_gradient"),
+      py::arg("batch"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "sparse_linear_weight_gradient",
-      [](const Layer& layer, Address features, Address logit_gradient, Address weight_gradient, std::int64_t batch,
-         int threads, Address workspace) {
-        const SparseLinearArguments a{
-            layer, at<const float>(features), at<float>(logit_gradient), nullptr, at<float>(weight_gradient), batch};
+      [](const Layer& layer, Address features, Address logit_gradient, Address weight_gradient,
+         std::int64_t batch, int threads, Address workspace) {
+        const SparseLinearArguments a{layer,   at<const float>(features),  at<float>(logit_gradient),
+                                      nullptr, at<float>(weight_gradient), batch};
         py::gil_scoped_release release;
         return cpu::sparse_linear_weight_gradient(a, threads, at<void>(workspace));
       },
-      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("logit_gradient"), py::arg("weight_gradient"),
-      py::arg("batch"), py::arg("threads"), py::arg("workspace"));
+      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("logit_gradient"),
+      py::arg("weight_gradient"), py::arg("batch"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "fused_step",
-      [](const Layer& layer, Address features, Address feature_gradient, Address pair_label, Address pair_instance,
-         std::int64_t pair, Address positive_weight, std::int64_t batch, const std::string& loss, double scale,
-         const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum, double beta1,
-         double beta2, double eps, std::int64_t step, Address weight_first, Address weight_second, Address bias_first,
-         Address bias_second, std::uint64_t seed, Address loss_sum, int threads, Address workspace) {
+      [](const Layer& layer, Address features, Address feature_gradient, Address pair_label,
+         Address pair_instance, std::int64_t pair, Address positive_weight, std::int64_t batch,
+         const std::string& loss, double scale, const std::string& optimizer_kind, double learning_rate,
+         double weight_decay, double momentum, double beta1, double beta2, double eps, std::int64_t step,
+         Address weight_first, Address weight_second, Address bias_first, Address bias_second,
+         std::uint64_t seed, Address loss_sum, int threads, Address workspace) {
         const FusedStepArguments a{
             layer,
             at<const float>(features),
@@ -152,40 +161,40 @@ PYBIND11_MODULE(_cpu, m) {
         py::gil_scoped_release release;
         return cpu::fused_step(a, threads, at<void>(workspace));
       },
-      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("feature_gradient"), py::arg("pair_label"),
-      py::arg("pair_instance"), py::arg("pair"), py::arg("positive_weight"), py::arg("batch"), py::arg("loss"),
-      py::arg("scale"), py::arg("optimizer"), py::arg("learning_rate"), py::arg("weight_decay"), py::arg("momentum"),
-      py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"), py::arg("weight_first"),
-      py::arg("weight_second"), py::arg("bias_first"), py::arg("bias_second"), py::arg("seed"), py::arg("loss_sum"),
-      py::arg("threads"), py::arg("workspace"));
+      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("feature_gradient"),
+      py::arg("pair_label"), py::arg("pair_instance"), py::arg("pair"), py::arg("positive_weight"),
+      py::arg("batch"), py::arg("loss"), py::arg("scale"), py::arg("optimizer"), py::arg("learning_rate"),
+      py::arg("weight_decay"), py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+      py::arg("step"), py::arg("weight_first"), py::arg("weight_second"), py::arg("bias_first"),
+      py::arg("bias_second"), py::arg("seed"), py::arg("loss_sum"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "top_labels",
-      [](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch, std::int64_t k,
-         int threads, Address workspace) {
-        const TopLabelsArguments a{layer, at<const float>(features), at<float>(scores), at<std::int64_t>(labels), batch,
-                                   k};
+      [](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,
+         std::int64_t k, int threads, Address workspace) {
+        const TopLabelsArguments a{
+            layer, at<const float>(features), at<float>(scores), at<std::int64_t>(labels), batch, k};
         py::gil_scoped_release release;
         return cpu::top_labels(a, threads, at<void>(workspace));
       },
-      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("scores"), py::arg("labels"), py::arg("batch"),
-      py::arg("k"), py::arg("threads"), py::arg("workspace"));
+      py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("scores"), py::arg("labels"),
+      py::arg("batch"), py::arg("k"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "redistribute",
-      [](const Layer& layer, Address state0, Address state1, bool by_threshold, bool within_group, double threshold,
-         std::int64_t prune, const std::string& new_value, double new_value_bound, std::uint64_t seed,
-         std::uint64_t step, Address pruned, int threads, Address workspace) {
-        const RedistributeArguments a{
-            layer,
-            {at<float>(state0), at<float>(state1)},
-            by_threshold,
-            within_group,
-            static_cast<float>(threshold),
-            prune,
-            named<NewValue>(new_value,
-                            {{"zero", NewValue::kZero}, {"random", NewValue::kRandom}, {"keep", NewValue::kKeep}}),
-            static_cast<float>(new_value_bound),
-            make_key(seed, step, Purpose::kRedistribution),
-            at<std::int64_t>(pruned)};
+      [](const Layer& layer, Address state0, Address state1, bool by_threshold, bool within_group,
+         double threshold, std::int64_t prune, const std::string& new_value, double new_value_bound,
+         std::uint64_t seed, std::uint64_t step, Address pruned, int threads, Address workspace) {
+        const RedistributeArguments a{layer,
+                                      {at<float>(state0), at<float>(state1)},
+                                      by_threshold,
+                                      within_group,
+                                      static_cast<float>(threshold),
+                                      prune,
+                                      named<NewValue>(new_value, {{"zero", NewValue::kZero},
+                                                                  {"random", NewValue::kRandom},
+                                                                  {"keep", NewValue::kKeep}}),
+                                      static_cast<float>(new_value_bound),
+                                      make_key(seed, step, Purpose::kRedistribution),
+                                      at<std::int64_t>(pruned)};
         py::gil_scoped_release release;
         return cpu::redistribute(a, threads, at<void>(workspace));
       },

@@ -35,7 +35,8 @@ bool isa_available(Isa isa) {
 Isa isa() { return selected; }
 
 void set_isa(Isa isa) {
-  if (!isa_available(isa)) throw std::invalid_argument("native: this machine lacks the instruction set asked for");
+  if (!isa_available(isa))
+    throw std::invalid_argument("native: this machine lacks the instruction set asked for");
   selected = isa;
 }
 

@@ -51,7 +51,8 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
     }
     for (std::int64_t first = 0; first < groups; first += scratch.block_groups) {
       const GroupRange block{first, std::min(first + scratch.block_groups, groups)};
-      for (std::int64_t tile = own.first; tile < own.last; ++tile) isa.fused_tile(a, scratch, rows, block, tile);
+      for (std::int64_t tile = own.first; tile < own.last; ++tile)
+        isa.fused_tile(a, scratch, rows, block, tile);
       barrier.wait();
       const Range part = share(block.last - block.first, thread, threads);
       isa.fused_update(a, scratch, block, {block.first + part.first, block.first + part.last});

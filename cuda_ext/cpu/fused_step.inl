@@ -4,6 +4,8 @@
 // gradient is not exactly zero) scatter into the feature gradient and dot into the tile's own weight
 // gradient. When all tiles have passed, the block's weights are updated. The rows that the gather brought
 // in are still in the first-level cache when scatter and dot need them.
+#include "gather.h"
+#include "xmlc/rounding.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
@@ -62,8 +64,8 @@ struct FusedTilePass {
     const Layer& layer = a.layer;
     const Index* indices = static_cast<const Index*>(layer.indices) + group * layer.fan_in;
     std::int64_t stride;
-    const float* weight = weight_rows<kLabels>(static_cast<const Weight*>(layer.weight) + label * layer.fan_in,
-                                               layer.fan_in, rows, stride);
+    const float* weight = weight_rows<kLabels>(
+        static_cast<const Weight*>(layer.weight) + label * layer.fan_in, layer.fan_in, rows, stride);
     const std::int64_t tile_floats = scratch.tiling.input * scratch.tiling.width;
     const float* features = scratch.features + tile * tile_floats;
 
@@ -87,7 +89,8 @@ struct FusedTilePass {
 
     for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
     dot<kLabels, kVectors, false>(features, indices, layer.fan_in, gradient,
-                                  scratch.weight_gradient + slot * scratch.padded_fan_in, scratch.padded_fan_in);
+                                  scratch.weight_gradient + slot * scratch.padded_fan_in,
+                                  scratch.padded_fan_in);
     scatter(scratch.feature_gradient + tile * tile_floats, indices, layer.fan_in, weight, stride, gradient);
   }
 };
@@ -105,8 +108,14 @@ void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, flo
     else
       high = middle;
   }
-  FusedTilePass<kVectors, Index, Weight, LossFunction> pass{
-      a, scratch, rows, tile, tile * scratch.tiling.width, first_label, a.pair_label + low, a.pair_label + a.pair};
+  FusedTilePass<kVectors, Index, Weight, LossFunction> pass{a,
+                                                            scratch,
+                                                            rows,
+                                                            tile,
+                                                            tile * scratch.tiling.width,
+                                                            first_label,
+                                                            a.pair_label + low,
+                                                            a.pair_label + a.pair};
   for (int v = 0; v < kVectors; ++v) {
     float factor[kLanes];
     for (int i = 0; i < kLanes; ++i)
@@ -172,7 +181,8 @@ XMLC_INLINE float* sum_tiles(const FusedScratch& scratch, std::int64_t block_lab
       total = row;
       continue;
     }
-    for (std::int64_t k = 0; k < scratch.padded_fan_in; k += kLanes) store(total + k, load(total + k) + load(row + k));
+    for (std::int64_t k = 0; k < scratch.padded_fan_in; k += kLanes)
+      store(total + k, load(total + k) + load(row + k));
   }
   return total;
 }
@@ -241,7 +251,8 @@ XMLC_INLINE void update_label(const FusedStepArguments& a, const FusedScratch& s
 }
 
 template <Optimizer kind>
-void update_labels(const FusedStepArguments& a, const FusedScratch& scratch, GroupRange block, GroupRange part) {
+void update_labels(const FusedStepArguments& a, const FusedScratch& scratch, GroupRange block,
+                   GroupRange part) {
   const std::int64_t block_first = block.first * a.layer.group_size;
   const std::int64_t past = part.last * a.layer.group_size;
   const std::int64_t last = past < a.layer.label ? past : a.layer.label;
@@ -253,7 +264,8 @@ void update_labels(const FusedStepArguments& a, const FusedScratch& scratch, Gro
   }
 }
 
-void fused_update(const FusedStepArguments& a, const FusedScratch& scratch, GroupRange block, GroupRange part) {
+void fused_update(const FusedStepArguments& a, const FusedScratch& scratch, GroupRange block,
+                  GroupRange part) {
   switch (a.optimizer.kind) {
     case Optimizer::kSgd:
       return update_labels<Optimizer::kSgd>(a, scratch, block, part);

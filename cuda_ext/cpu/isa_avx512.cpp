@@ -1,12 +1,7 @@
 // The passes of all ops, compiled for one instruction set (flags: CMakeLists.txt).
-#include "kernels.h"
-#include "simd.h"
-#include "xmlc/rounding.h"
-
-// In this order: the ops use gather.
-#include "gather.inl"
-#include "sparse_linear.inl"
 #include "fused_step.inl"
+#include "kernels.h"
+#include "sparse_linear.inl"
 #include "top_labels.inl"
 
 namespace xmlc::cpu::avx512 {

@@ -18,30 +18,30 @@ struct GroupRange {
 // Scratch of one fused step. A block of labels is passed over tile by tile, then updated.
 struct FusedScratch {
   Tiling tiling;
-  std::int64_t block_groups;    // groups of one block
-  std::int64_t block_labels;    // block_groups * group_size
-  std::int64_t padded_fan_in;   // fan_in rounded up to 16
-  float* features;              // [tile, input, tiling.width]
-  float* feature_gradient;      // [tile, input, tiling.width]
-  float* weight_gradient;       // [tile, block_labels, padded_fan_in]: each tile's own sum
-  float* bias_gradient;         // [tile, block_labels]
-  std::uint8_t* active;         // [tile, block_labels]: whether any gradient of the tile is nonzero
-  double* loss;                 // [tile]
-  float* rows;                  // [thread, 4, padded_fan_in]: weights widened to float32
+  std::int64_t block_groups;   // groups of one block
+  std::int64_t block_labels;   // block_groups * group_size
+  std::int64_t padded_fan_in;  // fan_in rounded up to 16
+  float* features;             // [tile, input, tiling.width]
+  float* feature_gradient;     // [tile, input, tiling.width]
+  float* weight_gradient;      // [tile, block_labels, padded_fan_in]: each tile's own sum
+  float* bias_gradient;        // [tile, block_labels]
+  std::uint8_t* active;        // [tile, block_labels]: whether any gradient of the tile is nonzero
+  double* loss;                // [tile]
+  float* rows;                 // [thread, 4, padded_fan_in]: weights widened to float32
 };
 
 // One thread's best labels so far.
 struct TopScratch {
   Tiling tiling;
-  const float* features;   // [tile, input, tiling.width]
-  float* scores;           // [tile * tiling.width, k], falling
-  std::int64_t* labels;    // [tile * tiling.width, k]
-  float* rows;             // [4, padded_fan_in]
+  const float* features;  // [tile, input, tiling.width]
+  float* scores;          // [tile * tiling.width, k], falling
+  std::int64_t* labels;   // [tile * tiling.width, k]
+  float* rows;            // [4, padded_fan_in]
 };
 
 struct Kernels {
-  void (*logits)(const SparseLinearArguments&, const Tiling&, const float* features, float* rows,
-                 GroupRange, std::int64_t tile);
+  void (*logits)(const SparseLinearArguments&, const Tiling&, const float* features, float* rows, GroupRange,
+                 std::int64_t tile);
   void (*feature_gradient)(const SparseLinearArguments&, const Tiling&, float* gradient, float* rows,
                            GroupRange, std::int64_t tile);
   void (*weight_gradient)(const SparseLinearArguments&, const Tiling&, const float* features, float* row,

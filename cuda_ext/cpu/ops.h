@@ -9,7 +9,7 @@ namespace xmlc::cpu {
 
 // The instruction set in use: the best of this machine unless set.
 Isa isa();
-void set_isa(Isa);           // throws std::invalid_argument where the machine lacks it
+void set_isa(Isa);  // throws std::invalid_argument where the machine lacks it
 bool isa_available(Isa);
 const Kernels& kernels();
 

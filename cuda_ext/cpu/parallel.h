@@ -67,8 +67,9 @@ void run_threads(int threads, const Body& body) {
   if (failure.empty()) body(0, barrier);
   for (std::thread& other : others) other.join();
   if (!failure.empty())
-    throw std::runtime_error("native: " + std::to_string(threads) + " threads must start, the system refused (" +
-                             failure + "); set training.threads lower");
+    throw std::runtime_error("native: " + std::to_string(threads) +
+                             " threads must start, the system refused (" + failure +
+                             "); set training.threads lower");
 }
 
 }  // namespace xmlc::cpu

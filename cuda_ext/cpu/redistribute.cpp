@@ -166,7 +166,8 @@ class Redistribution {
       const auto words = random_words(slot, kGrowStream, 0);
       const std::uint64_t bits = (std::uint64_t{words.word[0]} << 32) | words.word[1];
       // The r-th absent input: step over every present one that is not above it.
-      std::int32_t input = static_cast<std::int32_t>(bounded(bits, static_cast<std::uint32_t>(layer_.input - count)));
+      std::int32_t input =
+          static_cast<std::int32_t>(bounded(bits, static_cast<std::uint32_t>(layer_.input - count)));
       std::int64_t at = 0;
       while (at < count && present[at] <= input) ++input, ++at;
       std::copy_backward(present + at, present + count, present + count + 1);
@@ -193,8 +194,10 @@ class Redistribution {
     }
   }
 
-  RandomWords<std::uint32_t> random_words(std::uint64_t slot, std::uint32_t stream, std::uint32_t within) const {
-    return philox(a_.random, static_cast<std::uint32_t>(slot), static_cast<std::uint32_t>(slot >> 32), stream, within);
+  RandomWords<std::uint32_t> random_words(std::uint64_t slot, std::uint32_t stream,
+                                          std::uint32_t within) const {
+    return philox(a_.random, static_cast<std::uint32_t>(slot), static_cast<std::uint32_t>(slot >> 32), stream,
+                  within);
   }
 
   const RedistributeArguments& a_;
@@ -222,8 +225,9 @@ std::int64_t redistribute_layer(const RedistributeArguments& a, int threads, voi
 
 template <class Index>
 std::int64_t with_index(const RedistributeArguments& a, int threads, void* workspace) {
-  return a.layer.weight_type == WeightType::kFloat32 ? redistribute_layer<Index, float>(a, threads, workspace)
-                                                     : redistribute_layer<Index, BFloat16>(a, threads, workspace);
+  return a.layer.weight_type == WeightType::kFloat32
+             ? redistribute_layer<Index, float>(a, threads, workspace)
+             : redistribute_layer<Index, BFloat16>(a, threads, workspace);
 }
 
 }  // namespace

@@ -120,7 +120,8 @@ XMLC_INLINE Float square_root(const Float& value) {
   Float root;
   for (int p = 0; p < kParts; ++p) {
 #if defined(__AVX512F__)
-    root.part[p] = _mm512_maskz_sqrt_ps(0xffff, value.part[p]);  // the unmasked one trips GCC's -Wmaybe-uninitialized
+    root.part[p] =
+        _mm512_maskz_sqrt_ps(0xffff, value.part[p]);  // the unmasked one trips GCC's -Wmaybe-uninitialized
 #elif defined(__AVX2__)
     root.part[p] = _mm256_sqrt_ps(value.part[p]);
 #else
@@ -139,8 +140,8 @@ XMLC_INLINE bool any(const Mask& mask) {
   const __m256i both = reinterpret_cast<__m256i>(mask.part[0] | mask.part[1]);
   return !_mm256_testz_si256(both, both);
 #else
-  const WideVector all = reinterpret_cast<WideVector>((mask.part[0] | mask.part[1]) |
-                                                      (mask.part[2] | mask.part[3]));
+  const WideVector all =
+      reinterpret_cast<WideVector>((mask.part[0] | mask.part[1]) | (mask.part[2] | mask.part[3]));
   return (all[0] | all[1]) != 0;
 #endif
 }
@@ -242,8 +243,8 @@ XMLC_INLINE Float fold(const Float& a, const Float& b) {
       }
       result.part[p] = low + high;
 #else
-      result.part[p] = __builtin_shuffle(a.part[p], b.part[p], lower) +
-                       __builtin_shuffle(a.part[p], b.part[p], upper);
+      result.part[p] =
+          __builtin_shuffle(a.part[p], b.part[p], lower) + __builtin_shuffle(a.part[p], b.part[p], upper);
 #endif
     }
   }

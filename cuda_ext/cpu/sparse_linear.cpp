@@ -22,13 +22,15 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* wo
   const Kernels& isa = kernels();
   run_threads(threads, [&](int thread, Barrier& barrier) {
     const Range own_tiles = share(tiling.tiles, thread, threads);
-    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile) pack(tiling, tile, a.features, features);
+    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile)
+      pack(tiling, tile, a.features, features);
     barrier.wait();
     const Range own = share(groups_of(a.layer), thread, threads);
     constexpr std::int64_t kBlock = 256;  // groups whose weights stay cached from tile to tile
     for (std::int64_t first = own.first; first < own.last; first += kBlock)
       for (std::int64_t tile = 0; tile < tiling.tiles; ++tile)
-        isa.logits(a, tiling, features, rows + thread * rows_floats, {first, std::min(first + kBlock, own.last)}, tile);
+        isa.logits(a, tiling, features, rows + thread * rows_floats,
+                   {first, std::min(first + kBlock, own.last)}, tile);
   });
   return scratch.bytes();
 }
@@ -63,7 +65,8 @@ std::int64_t sparse_linear_weight_gradient(const SparseLinearArguments& a, int t
   const Kernels& isa = kernels();
   run_threads(threads, [&](int thread, Barrier& barrier) {
     const Range own_tiles = share(tiling.tiles, thread, threads);
-    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile) pack(tiling, tile, a.features, features);
+    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile)
+      pack(tiling, tile, a.features, features);
     barrier.wait();
     const Range own = share(groups_of(a.layer), thread, threads);
     isa.weight_gradient(a, tiling, features, row + thread * row_floats, {own.first, own.last});

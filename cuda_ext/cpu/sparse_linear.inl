@@ -1,5 +1,6 @@
 // The unfused layer: logits, and the gradients of features and weights for given logit gradients.
 // Logits are [label, batch]; a tile of them is a strip of columns.
+#include "gather.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
@@ -9,7 +10,9 @@ template <int kVectors>
 XMLC_INLINE void load_strip(const float* row, std::int64_t count, Float (&value)[kVectors]) {
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t left = count - v * kLanes;
-    value[v] = left >= kLanes ? load(row + v * kLanes) : left > 0 ? load_first(row + v * kLanes, left) : Float(0.0f);
+    value[v] = left >= kLanes ? load(row + v * kLanes)
+               : left > 0     ? load_first(row + v * kLanes, left)
+                              : Float(0.0f);
   }
 }
 template <int kVectors>
@@ -40,8 +43,8 @@ struct LinearTile {
   template <int kLabels>
   const float* weight(std::int64_t label, std::int64_t& stride) const {
     const std::int64_t fan_in = arguments.layer.fan_in;
-    return weight_rows<kLabels>(static_cast<const Weight*>(arguments.layer.weight) + label * fan_in, fan_in, rows,
-                                stride);
+    return weight_rows<kLabels>(static_cast<const Weight*>(arguments.layer.weight) + label * fan_in, fan_in,
+                                rows, stride);
   }
   float* logits(std::int64_t label) const { return arguments.logits + label * arguments.batch + first; }
 };
@@ -115,7 +118,8 @@ void logits(const SparseLinearArguments& a, const Tiling& tiling, const float* f
 void feature_gradient(const SparseLinearArguments& a, const Tiling& tiling, float* gradient, float* rows,
                       GroupRange range, std::int64_t tile) {
   with_types(a.layer, tiling.width, [&](auto vectors, auto index, auto weight) {
-    using Pass = FeatureGradientPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
+    using Pass =
+        FeatureGradientPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
     for_labels(a.layer, range, Pass{{a, tiling, rows, tile}, gradient + tile * tiling.input * tiling.width});
   });
 }
@@ -123,7 +127,8 @@ void feature_gradient(const SparseLinearArguments& a, const Tiling& tiling, floa
 void weight_gradient(const SparseLinearArguments& a, const Tiling& tiling, const float* features, float* row,
                      GroupRange range) {
   with_types(a.layer, tiling.width, [&](auto vectors, auto index, auto weight) {
-    using Pass = WeightGradientPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
+    using Pass =
+        WeightGradientPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
     for_labels(a.layer, range, Pass{a, tiling, features, row});
   });
 }

@@ -48,7 +48,8 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
   const std::int64_t groups = (a.layer.label + a.layer.group_size - 1) / a.layer.group_size;
   run_threads(threads, [&](int thread, Barrier& barrier) {
     const Range own_tiles = share(tiling.tiles, thread, threads);
-    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile) pack(tiling, tile, a.features, features);
+    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile)
+      pack(tiling, tile, a.features, features);
     const TopScratch scratch{tiling, features, scores + thread * stride, labels + thread * stride,
                              rows + thread * 4 * padded_fan_in};
     std::fill(scratch.scores, scratch.scores + stride, -std::numeric_limits<float>::infinity());
@@ -62,8 +63,8 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
     barrier.wait();
     const Range instances = share(a.batch, thread, threads);
     for (std::int64_t b = instances.first; b < instances.last; ++b)
-      merge(scores + b * a.k, labels + b * a.k, stride, threads, a.k, next + thread * threads, a.scores + b * a.k,
-            a.labels + b * a.k);
+      merge(scores + b * a.k, labels + b * a.k, stride, threads, a.k, next + thread * threads,
+            a.scores + b * a.k, a.labels + b * a.k);
   });
   return arrays.bytes();
 }

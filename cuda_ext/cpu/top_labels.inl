@@ -1,6 +1,7 @@
 // Exact top-k over all labels: every lane keeps its k best so far, and a label is looked at closely only if
 // its logit beats the worst of them in some lane. Labels come in rising order and only a strictly larger
 // logit replaces, so ties stay with the lowest label.
+#include "gather.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
@@ -31,13 +32,13 @@ struct TopLabelsPass {
     const Layer& layer = a.layer;
     const Index* indices = static_cast<const Index*>(layer.indices) + group * layer.fan_in;
     std::int64_t stride;
-    const float* weight = weight_rows<kLabels>(static_cast<const Weight*>(layer.weight) + label * layer.fan_in,
-                                               layer.fan_in, scratch.rows, stride);
+    const float* weight = weight_rows<kLabels>(
+        static_cast<const Weight*>(layer.weight) + label * layer.fan_in, layer.fan_in, scratch.rows, stride);
     Float logit[kLabels][kVectors];
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(scratch.features + tile * scratch.tiling.input * scratch.tiling.width, indices, layer.fan_in, weight,
-           stride, logit);
+    gather(scratch.features + tile * scratch.tiling.input * scratch.tiling.width, indices, layer.fan_in,
+           weight, stride, logit);
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v)
         if (any(worst[v] < logit[r][v])) update(v, label + r, logit[r][v]);
@@ -57,7 +58,8 @@ struct TopLabelsPass {
 void top_labels(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range, std::int64_t tile) {
   with_types(a.layer, scratch.tiling.width, [&](auto vectors, auto index, auto weight) {
     constexpr int kVectors = decltype(vectors)::value;
-    TopLabelsPass<kVectors, typename decltype(index)::type, typename decltype(weight)::type> pass{a, scratch, tile, {}};
+    TopLabelsPass<kVectors, typename decltype(index)::type, typename decltype(weight)::type> pass{
+        a, scratch, tile, {}};
     for (int v = 0; v < kVectors; ++v) {
       float bound[kLanes];
       for (int i = 0; i < kLanes; ++i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from typing import Any
@@ -37,6 +38,9 @@ class Group(click.Group):
             click.echo(f"xmlc: {error}", err=True)
             number = getattr(error, "signal_number", None)
             ctx.exit(2 if number is None else 128 + number)
+        except KeyboardInterrupt:  # before training notes signals itself, and in the other verbs
+            click.echo("xmlc: interrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
         except BrokenPipeError:  # the reader of our output has gone: `xmlc predict ... | head`
             sys.stderr.close()
             ctx.exit(0)

@@ -11,7 +11,7 @@ import click
 @click.command(name="eval")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("data", required=False)
-@click.option("-k", "k", default=5, show_default=True, type=click.IntRange(1), help="Largest rank.")
+@click.option("-k", "k", default=5, show_default=True, type=click.IntRange(1, 1000), help="Largest rank.")
 @click.option("--checkpoint", type=click.Choice(["best", "latest"]), default="best", show_default=True)
 @click.option("--split", type=click.Choice(["test", "train"]), default="test", show_default=True)
 @click.option("--propensity-a", type=float, help="A of the propensity model instead of the data set's.")

@@ -18,6 +18,11 @@ from xmlc.config import PRESETS
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
 )
+@click.option(
+    "--paper-protocol",
+    is_flag=True,
+    help="Let the TEST set choose rate, epoch and early stop, as published tables did. Not for new results.",
+)
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its latest checkpoint.")
 def command(
     data: str,
@@ -26,6 +31,7 @@ def command(
     recipe: bool,
     preset: str | None,
     overrides: tuple[str, ...],
+    paper_protocol: bool,
     resume: bool,
 ) -> None:
     """Train on DATA, a folder or the name of a known data set (`xmlc data list`).
@@ -34,5 +40,7 @@ def command(
     """
     from xmlc.training.api import train
 
+    if paper_protocol:
+        overrides = (*overrides, "training.paper_protocol=true")
     train(data, out=run, config=file, recipe=recipe, preset=preset, overrides=overrides, resume=resume)
     click.echo(str(run))

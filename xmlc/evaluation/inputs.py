@@ -12,13 +12,16 @@ import scipy.sparse
 from xmlc.errors import DataError
 from xmlc.evaluation.predict import Predictor
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first: int) -> Any:
-    """Turn lines into what ``predictor.predict`` takes; an empty line is an instance without content.
+    """Turn lines into what ``predictor.predict`` takes.
 
     Args:
         predictor: Decides what a line is: a text or a JSON object with ``title``/``content`` or ``text``;
-            ``feature:value`` pairs; or a JSON list of numbers.
+            ``feature:value`` pairs; or a JSON list of numbers. An empty line is an instance without text or
+            features.
         lines: With or without line ends.
         source: Names the file in errors.
         first: Number of the first line.
@@ -39,9 +42,8 @@ def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first
     if predictor.takes == "text":
         return [_text(line, place) for line, place in zip(decoded, where, strict=True)]
     if predictor.takes == "dense":
-        return np.array(
-            [_dense(line, wanted, place) for line, place in zip(decoded, where, strict=True)], np.float32
-        )
+        rows = [_dense(line, wanted, place) for line, place in zip(decoded, where, strict=True)]
+        return np.array(rows, np.float32).reshape(-1, wanted)
     offsets, columns, values = [0], [], []
     for row, place in zip(decoded, where, strict=True):
         for pair in row.split():
@@ -60,33 +62,49 @@ def _text(line: str, place: str) -> str:
         return line
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{place}: a line that starts with {{ must be a JSON object, found: {error}; correct it"
         ) from None
-    parts = [fields[name] for name in ("title", "content", "text") if fields.get(name)]
-    if not any(name in fields for name in ("title", "content", "text")) or not all(
-        isinstance(part, str) for part in parts
-    ):
+    parts = {name: fields[name] for name in ("title", "content", "text") if name in fields}
+    if not parts:
         raise DataError(
-            f"{place}: the object must hold strings under title, content or text, found keys "
-            f"{', '.join(fields) or 'none'}; add one"
+            f"{place}: the object must hold title, content or text, found "
+            f"{', '.join(fields) or 'no key'}; add one"
         )
-    return " ".join(parts)
+    for name, part in parts.items():
+        if not isinstance(part, str) or not _is_unicode(part):
+            raise DataError(
+                f"{place}: {name} must be a string of valid Unicode, found {json.dumps(part)[:60]}; "
+                "correct it"
+            )
+    return " ".join(part for part in parts.values() if part)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a string has no lone surrogate, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _dense(line: str, wanted: int, place: str) -> list[float]:
     try:
         values = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         values = None
-    if (
-        not isinstance(values, list)
-        or len(values) != wanted
-        or not all(isinstance(v, int | float) for v in values)
-    ):
-        raise DataError(f"{place}: must be a JSON list of {wanted} numbers, found {line[:60]!r}; correct it")
+    if not isinstance(values, list) or len(values) != wanted or not all(map(_is_number, values)):
+        raise DataError(
+            f"{place}: must be a JSON list of {wanted} numbers, finite in float32, found {line[:60]!r}; "
+            "correct it"
+        )
     return values
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= _FLOAT32_MAX  # type: ignore[arg-type]
 
 
 def _pair(pair: str, wanted: int, place: str) -> tuple[int, float]:
@@ -95,9 +113,9 @@ def _pair(pair: str, wanted: int, place: str) -> tuple[int, float]:
         column, number = int(feature), float(value)
     except ValueError:
         column, number = -1, float("nan")
-    if not colon or not 0 <= column < wanted or not np.isfinite(number):
+    if not colon or not 0 <= column < wanted or not _is_number(number):
         raise DataError(
-            f"{place}: must hold feature:value pairs with features from 0 to {wanted - 1} and finite values, "
-            f"found {pair!r}; correct it"
+            f"{place}: must hold feature:value pairs with features from 0 to {wanted - 1} and values finite "
+            f"in float32, found {pair[:60]!r}; correct it"
         )
     return column, number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint
 from xmlc.config import build_config
 from xmlc.data.batches import BatchStream
-from xmlc.data.dataset import Features, row_count
+from xmlc.data.dataset import Features, check_dense, row_count, text_column
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, DataError
@@ -60,10 +60,10 @@ class Predictor:
 
         Args:
             inputs: Texts for a text model, else sparse or dense features [instance, feature].
-            k: Labels for each instance; at most as many as there are labels.
+            k: Labels for each instance; where it exceeds the number of labels, all of them.
 
         Raises:
-            DataError: The inputs do not fit the model.
+            DataError: The inputs do not fit the model, or k is below 1.
         """
         scores, labels = self.top_labels(inputs, min(k, self.model.problem.label_count))
         return [
@@ -77,6 +77,8 @@ class Predictor:
 
     def top_labels(self, inputs: Any, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores float32 and labels int64, [instance, k], best first; inputs as for `predict`."""
+        if k < 1:
+            raise DataError(f"predict: k must be at least 1, found {k}; ask for one label or more")
         features = self.features(inputs)
         rows = row_count(features)
         unlabelled = CsrRows(
@@ -101,23 +103,22 @@ class Predictor:
         """
         wanted = self.model.problem.feature_count
         if self.vectorizer is not None:
-            if isinstance(inputs, str) or not all(isinstance(text, str) for text in inputs):
+            if isinstance(inputs, str) or not isinstance(inputs, Iterable):
                 raise DataError(
-                    "predict: this model takes a list of texts, found something else; pass strings"
+                    f"predict: this model takes a list of texts, found {type(inputs).__name__}; pass a list"
                 )
-            return self.vectorizer.transform(inputs)
+            return self.vectorizer.transform(text_column(inputs, "predict: texts"))
+        found = f"{type(inputs).__name__} {list(getattr(inputs, 'shape', ()))}"
         if self.model.problem.dense_features:
             dense = np.asarray(inputs)
-            if dense.ndim != 2 or dense.shape[1] != wanted:
+            if scipy.sparse.issparse(inputs) or dense.ndim != 2 or dense.shape[1] != wanted:
                 raise DataError(
-                    f"predict: dense features must be [instance, {wanted}], found {list(dense.shape)}; "
+                    f"predict: dense features must be an array [instance, {wanted}], found {found}; "
                     "use the features the model was trained on"
                 )
-            if not np.isfinite(dense).all():
-                raise DataError("predict: dense features must be finite, found NaN or infinity; correct them")
+            check_dense(dense, "predict")
             return dense.astype(np.float32)
-        if not scipy.sparse.issparse(inputs) or inputs.shape[1] != wanted:
-            found = list(inputs.shape) if hasattr(inputs, "shape") else type(inputs).__name__
+        if not scipy.sparse.issparse(inputs) or inputs.shape[1:] != (wanted,):
             raise DataError(
                 f"predict: features must be a sparse matrix [instance, {wanted}], found {found}; "
                 "use the features the model was trained on"
@@ -163,7 +164,7 @@ def restore(path: Path) -> Predictor:
         names = None
         if "label_names.offsets" in tensors:
             names = TextColumn(tensors["label_names.offsets"].numpy(), tensors["label_names.data"].numpy())
-    except (KeyError, TypeError, RuntimeError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: the checkpoint must hold a model of this version, found "
             f"{type(error).__name__}: {error}; load it with the version that wrote it"

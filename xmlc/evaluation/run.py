@@ -92,9 +92,15 @@ def evaluate_predictor(
             f"{dataset.name}: the run knows {problem.label_count} labels, found {dataset.label_count}; "
             "evaluate on data with the labels it was trained on"
         )
-    if (dataset.kind == "text") != (predictor.vectorizer is not None):
+    if dataset.kind != predictor.takes:
         raise DataError(
-            f"{dataset.name}: the run takes {predictor.takes} instances, found {dataset.kind} ones"
+            f"{dataset.name}: the run takes {predictor.takes} instances, found {dataset.kind} ones; "
+            "evaluate on data of the kind it was trained on"
+        )
+    if predictor.vectorizer is None and dataset.feature_count != problem.feature_count:
+        raise DataError(
+            f"{dataset.name}: the run knows {problem.feature_count} features, found "
+            f"{dataset.feature_count}; evaluate on data with the features it was trained on"
         )
     if predictor.vectorizer is None:
         features = chosen.features

@@ -57,7 +57,9 @@ class Model:
         )
         hidden = self.encoder.hidden
         width = {"sparse": model.width, "bottleneck": model.bottleneck, "dense": 0}[model.output]
-        self.penultimate = PenultimateLayer(hidden, width, generator) if width else None
+        self.penultimate = (
+            PenultimateLayer(hidden, width, model.penultimate_init, generator) if width else None
+        )
         bias = _initial_bias(config, problem)
         weight = _positive_weight(config, problem)
         self.output: OutputLayer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +14,15 @@ from xmlc.nn.dense import BlockedLinear, BlockOptimizer
 class PenultimateLayer:
     """``relu(weight @ hidden.T + bias[:, None])``: [batch, hidden] -> features [input, batch]."""
 
-    def __init__(self, hidden: int, width: int, generator: torch.Generator) -> None:
-        # He et al. 2015: hidden of unit variance gives features of unit second moment.
-        weight = torch.empty(width, hidden).normal_(0.0, math.sqrt(2.0 / hidden), generator=generator)
+    def __init__(
+        self, hidden: int, width: int, init: Literal["he", "glorot"], generator: torch.Generator
+    ) -> None:
+        weight = torch.empty(width, hidden)
+        if init == "he":  # He et al. 2015: hidden of unit variance gives features of unit second moment
+            weight.normal_(0.0, math.sqrt(2.0 / hidden), generator=generator)
+        else:
+            bound = math.sqrt(6.0 / (hidden + width))
+            weight.uniform_(-bound, bound, generator=generator)
         self.linear = BlockedLinear(weight, torch.zeros(width))
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class RedistributionPolicy:
     @property
     def last_step(self) -> int:
         """Last step after which connections may move."""
-        return int(self.config.end * self.total_steps)
+        return round(self.config.end * self.total_steps)
 
     def due(self, step: int) -> bool:
         """Return whether connections move after this step (steps count from 1)."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xmlc.config import Config, build_config, load_config
+from xmlc.config import Config, load_config
 from xmlc.data import Dataset, open_dataset
 from xmlc.data.card import recipe_of
 from xmlc.errors import ConfigError
@@ -45,15 +45,14 @@ def train(
         )
     run = Path(out)
     dataset = data if isinstance(data, Dataset) else open_dataset(data)
-    if isinstance(config, Config):
-        settings = config
-    elif isinstance(config, Mapping):
-        settings = build_config(config)
-    elif recipe:
-        settings = load_config(recipe_of(dataset.source, dataset.name), overrides)
+    source: Path | Mapping[str, Any] | None
+    if recipe:
+        source = recipe_of(dataset.source, dataset.name)
     elif config is None and preset is None and resume:
-        settings = load_config(RunFolder(run).config_file(), overrides)
+        source = RunFolder(run).config_file()
+    elif isinstance(config, Config):
+        source = config.model_dump()
     else:
-        settings = load_config(None if config is None else Path(config), overrides, preset or "default")
-    train_into(run, dataset, settings, resume=resume)
+        source = Path(config) if isinstance(config, str | Path) else config
+    train_into(run, dataset, load_config(source, overrides, preset or "default"), resume=resume)
     return load(run)

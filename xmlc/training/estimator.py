@@ -12,10 +12,11 @@ import scipy.sparse
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 
-from xmlc.config import build_config
+from xmlc.config import load_config
 from xmlc.data import Dataset
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation import Predictor, load
+from xmlc.metrics import evaluate
 from xmlc.training.trainer import train_into
 
 
@@ -53,13 +54,9 @@ class XmlcClassifier(BaseEstimator):
             DataError: X and Y do not fit.
             ConfigError: A setting does not fit.
         """
-        settings = {name: dict(values) for name, values in (self.config or {}).items()}
-        training = settings.setdefault("training", {})
-        if self.epochs is not None:
-            training["epochs"] = self.epochs
-        if self.seed is not None:
-            training["seed"] = self.seed
-        config = build_config(settings, "XmlcClassifier: config")
+        given = {"epochs": self.epochs, "seed": self.seed}
+        overrides = [f"training.{key}={value}" for key, value in given.items() if value is not None]
+        config = load_config(self.config, overrides)
         dataset = Dataset.from_arrays(X, Y, label_names=label_names, name="XmlcClassifier.fit")
         with tempfile.TemporaryDirectory(prefix="xmlc-") as temporary:
             run = Path(temporary) / "run" if self.run is None else Path(self.run)
@@ -80,9 +77,20 @@ class XmlcClassifier(BaseEstimator):
         return scipy.sparse.csr_array((scores.ravel(), (rows, labels.ravel())), shape=shape)
 
     def score(self, X: Any, Y: Any) -> float:  # noqa: N803
-        """Return precision at 1."""
-        best = self.predict(X, 1)[:, 0]
-        return float(np.mean(scipy.sparse.csr_array(Y)[np.arange(len(best)), best] > 0))
+        """Return precision at 1 against Y, sparse [instance, label]; a stored value above 0 is a label.
+
+        Raises:
+            DataError: Y does not fit X or the labels.
+        """
+        best = self.predict(X, 1)
+        truth = scipy.sparse.csr_array(Y) > 0
+        shape = (len(best), self.predictor_.model.problem.label_count)
+        if truth.shape != shape:
+            raise DataError(
+                f"XmlcClassifier: Y must be [instance, label] = {list(shape)}, found {list(truth.shape)}; "
+                "score on labels of the same order as those of fit"
+            )
+        return evaluate(truth, best, 1).values["P@1"]
 
     def _top(self, X: Any, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:  # noqa: N803
         if not hasattr(self, "predictor_"):

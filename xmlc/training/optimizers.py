@@ -27,11 +27,11 @@ class Optimizers:
         if embeddings:
             self._parts["encoder"] = _sparse_optimizer(embeddings, config.dense_optimizer)
         if model.penultimate is not None:
-            self._parts["penultimate"] = _optimizer(
+            self._parts["penultimate"] = block_optimizer(
                 model.penultimate.linear.parameters(), config.dense_optimizer
             )
         if isinstance(model.output, DenseOutput):
-            self._parts["output"] = _optimizer(model.output.linear.parameters(), config.output_optimizer)
+            self._parts["output"] = block_optimizer(model.output.linear.parameters(), config.output_optimizer)
             model.output.block_optimizer = self._parts["output"]
 
     @property
@@ -84,20 +84,31 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def block_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a `BlockedLinear`'s parameters: torch's, with decoupled weight decay."""
+    optimizer: torch.optim.Optimizer
     if config.kind == "adam":
-        return torch.optim.AdamW(
+        optimizer = torch.optim.Adam(
             parameters,
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
-    momentum = config.momentum if config.kind == "momentum" else 0.0
-    return torch.optim.SGD(
-        parameters, lr=config.learning_rate, momentum=momentum, weight_decay=config.weight_decay, fused=True
-    )
+    else:
+        momentum = config.momentum if config.kind == "momentum" else 0.0
+        optimizer = torch.optim.SGD(parameters, lr=config.learning_rate, momentum=momentum, fused=True)
+    if config.weight_decay > 0.0:
+        optimizer.register_step_pre_hook(lambda each, *_: _decay(each, config.weight_decay))
+    return optimizer
+
+
+def _decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    """Shrink the weights of this step, but no bias, as the fused step does; torch's SGD would couple it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.dim() == 2:
+                parameter.mul_(1.0 - group["lr"] * weight_decay)
 
 
 def _sparse_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -54,6 +54,12 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         texts = open_text_features(dataset, config.text, train_rows, cache=cache)
         features, test_features, vectorizer = texts.train, texts.test, texts.vectorizer
     assert features is not None, "a data set without texts has features"
+    feature_count = features.columns if isinstance(features, CsrRows) else features.shape[1]
+    if feature_count == 0:
+        raise DataError(
+            f"{dataset.name}: training needs at least one feature, found {dataset.kind} features of 0 columns; "
+            "check the files"
+        )
 
     validation = BatchStream(features, split.labels, validation_rows, BATCH, training.seed)
     validation_filter = None if split.filter_pairs is None else split.filter_pairs.take(validation_rows)
@@ -65,7 +71,7 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
     return Prepared(
         problem=Problem(
             dense_features=dataset.kind == "dense",
-            feature_count=features.columns if isinstance(features, CsrRows) else features.shape[1],
+            feature_count=feature_count,
             label_count=dataset.label_count,
             instances=split.instances,
             propensity_a=dataset.propensity_a,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -47,19 +46,26 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS)
 
     def create(self, config: Config, data: dict[str, Any]) -> None:
-        """Write what describes the run.
+        """Write what describes the run; the config comes last, so that what has one is a run.
 
         Raises:
-            CheckpointError: The folder holds something already, or is not writable.
+            CheckpointError: The folder is not writable.
+        """
+        write_atomic(self.path / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+        write_atomic(self.path / DATA, json.dumps(data, indent=2) + "\n")
+        write_atomic(self.path / CONFIG, dump_config(config))
+
+    def check_empty(self) -> None:
+        """Check that a new run may begin here.
+
+        Raises:
+            CheckpointError: The folder holds something already.
         """
         if any(entry.name != LOCK for entry in self.path.iterdir()):
             raise CheckpointError(
                 f"{self.path}: a new run needs a new or empty folder, found files in it; "
                 "choose another --out, or continue that run with --resume"
             )
-        write_atomic(self.path / CONFIG, dump_config(config))
-        write_atomic(self.path / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
-        write_atomic(self.path / DATA, json.dumps(data, indent=2) + "\n")
 
     def config_file(self) -> Path:
         """Return the file with the run's settings.
@@ -88,7 +94,13 @@ class RunFolder:
                         f"{self.path}: a resumed run keeps its settings, found {section}.{key} = {value!r} "
                         f"where it began with {old[section][key]!r}; start a new run to change it"
                     )
-        began = json.loads((self.path / DATA).read_text())["fingerprint"]
+        try:
+            began = json.loads((self.path / DATA).read_text())["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path / DATA}: must say what data the run began on, found {error!r}; "
+                "copy it from a checkpoint's metadata, or start a new run"
+            ) from None
         if began != fingerprint:
             raise CheckpointError(
                 f"{self.path}: the run began on data with fingerprint {began}, found {fingerprint}; "
@@ -142,13 +154,14 @@ class RunFolder:
         self.append(METRICS, json.dumps(entry))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics so far."""
+        """Return the lines of metrics so far; without the last where a crash has cut it short."""
         file = self.path / METRICS
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def forget_after(self, step: int) -> None:
-        """Drop metrics of steps that a resumed run will do again."""
-        kept = [entry for entry in self.metrics() if entry["step"] <= step]
+    def forget_after(self, epoch: int) -> None:
+        """Drop metrics of epochs that a resumed run will finish again."""
+        kept = [entry for entry in self.metrics() if entry["epoch"] <= epoch]
         write_atomic(self.path / METRICS, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
@@ -168,14 +181,13 @@ def environment() -> dict[str, Any]:
 
 def _git_commit() -> str | None:
     """Return the commit of the code that runs, where it runs from a checkout; None elsewhere."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():  # installed, maybe below somebody else's checkout
+        return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            env={**os.environ, "GIT_CEILING_DIRECTORIES": ""},
+            ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -83,7 +83,7 @@ class Trainer:
             CheckpointError: The disk refuses.
         """
         position = self.position
-        with self._signals_noted():
+        with self._signals_noted(), closing(self._board) if self._board is not None else nullcontext():
             while position.epoch < self.config.training.epochs and not position.finished:
                 self._epoch()
                 self._finish_epoch()
@@ -165,10 +165,7 @@ class Trainer:
         position.batch = 0
         position.loss_sum = 0.0
         self.folder.record(entry)
-        name = self.save()
-        if best:
-            self.folder.checkpoints.mark_best(name)
-        self.folder.checkpoints.keep(last=1)
+        self.save(best)
         self._tell(entry)
         if self._signal is not None and position.epoch < training.epochs and not position.finished:
             self._stop_on_signal()
@@ -200,8 +197,8 @@ class Trainer:
                 self._board.add_scalar(f"validation/{name}", value, entry["step"])
             self._board.flush()
 
-    def save(self) -> str:
-        """Write a checkpoint of everything that the run needs to go on, and return its name."""
+    def save(self, best: bool = False) -> None:
+        """Write a checkpoint of everything that the run needs to go on; keep it, and the best one."""
         position = self.position
         name = f"step-{position.step:010d}"
         tensors: dict[str, Tensor] = {f"model.{key}": value for key, value in self.model.tensors().items()}
@@ -224,13 +221,16 @@ class Trainer:
             "seconds": self.seconds,
         }
         self.folder.checkpoints.save(name, tensors, metadata)
+        if best:
+            self.folder.checkpoints.mark_best(name)
+        self.folder.checkpoints.keep(last=1)
         self._saved = time.monotonic()
-        return name
 
     def resume(self) -> None:
         """Continue from the latest checkpoint; from the start where there is none yet."""
         path = self.folder.checkpoints.latest()
         if path is None:
+            self.folder.forget_after(0)
             return
         checkpoint = read_checkpoint(path)
         tensors = dict(checkpoint.tensors)
@@ -255,7 +255,10 @@ class Trainer:
                 f"{path}: the checkpoint must hold the state of this run, found "
                 f"{type(error).__name__}: {error}; resume with the version that wrote it"
             ) from None
-        self.folder.forget_after(self.position.step)
+        self.folder.forget_after(self.position.epoch)
+        finished = self.folder.metrics()
+        if finished and finished[-1]["step"] == self.position.step and finished[-1]["best"]:
+            self.folder.checkpoints.mark_best(path.name)  # a kill may have come between save and mark
         self.folder.log(f"resumed at step {self.position.step}")
 
     @contextmanager
@@ -278,7 +281,6 @@ class Trainer:
     def _stop_on_signal(self) -> None:
         assert self._signal is not None
         self.save()
-        self.folder.checkpoints.keep(last=1)
         name = signal.Signals(self._signal).name
         self.folder.log(f"stopped by {name} at step {self.position.step}")
         raise StoppedBySignalError(
@@ -317,12 +319,14 @@ def train_into(
         if resume:
             run.check_same(config, dataset.fingerprint)
         else:
-            run.create(config, data_facts(dataset))
+            run.check_empty()
         if config.training.threads:
             torch.set_num_threads(config.training.threads)
         trainer = Trainer(dataset, config, run, prepare(dataset, config, cache))
         if resume:
             trainer.resume()
+        else:
+            run.create(config, data_facts(dataset))
         run.log(f"training on {torch.get_num_threads()} threads with {native.cpu.isa()} kernels")
         trainer.run()
         return trainer

@@ -24,30 +24,30 @@ struct Layer {
 // Forward and both gradients of the unfused layer.
 struct SparseLinearArguments {
   Layer layer;
-  const float* features;        // [input, batch]
-  float* logits;                // [label, batch]: output of the forward, input of the gradients
-  float* feature_gradient;      // [input, batch]
-  float* weight_gradient;       // [label, fan_in]
+  const float* features;    // [input, batch]
+  float* logits;            // [label, batch]: output of the forward, input of the gradients
+  float* feature_gradient;  // [input, batch]
+  float* weight_gradient;   // [label, fan_in]
   std::int64_t batch;
 };
 
 struct FusedStepArguments {
   Layer layer;
-  const float* features;             // [input, batch]
-  float* feature_gradient;           // [input, batch], overwritten
-  const std::int32_t* pair_label;    // [pair], rising: the positives of the batch
-  const std::int32_t* pair_instance; // [pair], in [0, batch)
-  const float* positive_weight;      // [label] or null for 1
+  const float* features;              // [input, batch]
+  float* feature_gradient;            // [input, batch], overwritten
+  const std::int32_t* pair_label;     // [pair], rising: the positives of the batch
+  const std::int32_t* pair_instance;  // [pair], in [0, batch)
+  const float* positive_weight;       // [label] or null for 1
   std::int64_t batch, pair;
   Loss loss;
-  float scale;                       // factor on loss and gradient: 1 / batch, or 1 / (batch * label)
+  float scale;  // factor on loss and gradient: 1 / batch, or 1 / (batch * label)
   OptimizerArguments optimizer;
-  float* weight_first;               // [label, fan_in] velocity or first moment; null where unused
-  float* weight_second;              // [label, fan_in], or [label] of kLabelAdam; null where unused
-  float* bias_first;                 // [label]
-  float* bias_second;                // [label]
-  RandomKey rounding;                // stochastic rounding of bfloat16 weights
-  double* loss_sum;                  // [1], output
+  float* weight_first;   // [label, fan_in] velocity or first moment; null where unused
+  float* weight_second;  // [label, fan_in], or [label] of kLabelAdam; null where unused
+  float* bias_first;     // [label]
+  float* bias_second;    // [label]
+  RandomKey rounding;    // stochastic rounding of bfloat16 weights
+  double* loss_sum;      // [1], output
 };
 
 struct TopLabelsArguments {
@@ -62,15 +62,15 @@ enum class NewValue { kZero, kRandom, kKeep };
 
 struct RedistributeArguments {
   Layer layer;
-  float* states[2];       // [label, fan_in] optimizer state to reset; null where unused
-  bool by_threshold;      // prune scores below `threshold`; otherwise exactly `prune` connections
-  bool within_group;      // rank within each group, `prune` still counts the whole layer
+  float* states[2];   // [label, fan_in] optimizer state to reset; null where unused
+  bool by_threshold;  // prune scores below `threshold`; otherwise exactly `prune` connections
+  bool within_group;  // rank within each group, `prune` still counts the whole layer
   float threshold;
-  std::int64_t prune;     // connections to prune, at most group * fan_in
+  std::int64_t prune;  // connections to prune, at most group * fan_in
   NewValue new_value;
   float new_value_bound;  // kRandom: uniform in [-bound, bound)
   RandomKey random;
-  std::int64_t* pruned;   // [1], output
+  std::int64_t* pruned;  // [1], output
 };
 
 }  // namespace xmlc

@@ -63,8 +63,8 @@ constexpr int kWordLanes = 16;
 template <class Word>
 XMLC_HOST_DEVICE RandomWords<Word> weight_words(RandomKey key, std::uint64_t label, std::uint32_t chunk,
                                                 Word lane) {
-  return philox(key, Word(static_cast<std::uint32_t>(label)),
-                Word(static_cast<std::uint32_t>(label >> 32)), Word(chunk), lane);
+  return philox(key, Word(static_cast<std::uint32_t>(label)), Word(static_cast<std::uint32_t>(label >> 32)),
+                Word(chunk), lane);
 }
 
 // Uniform in [0, bound) from 64 random bits; the bias is below bound / 2^32 of a unit.

@@ -3,6 +3,10 @@
 // kVectors * 16 = width of the tile.
 //
 // All names are in an unnamed namespace: nothing compiled for one instruction set is visible outside.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {

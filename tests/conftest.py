@@ -1,0 +1,13 @@
+"""Fixtures of all tests: the caches of the machine are left alone."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the stores of data sets, also those of child processes, in a folder of this test run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XMLC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

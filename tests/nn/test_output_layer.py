@@ -1,0 +1,291 @@
+"""Output layers: one step, ranking, redistribution, what they share with the ops and autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from torch import Tensor
+
+from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
+from xmlc.data import CsrRows
+from xmlc.nn import dense
+from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
+from xmlc.training.optimizers import block_optimizer
+
+LABELS, INPUTS, BATCH, FAN_IN = 37, 11, 9, 4
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def features(seed: int = 1) -> Tensor:
+    return torch.empty(INPUTS, BATCH).normal_(generator=generator(seed))
+
+
+def positives() -> CsrRows:
+    """Return labels of a batch of which every third instance has none."""
+    rng = np.random.default_rng(5)
+    rows = [[] if b % 3 == 1 else sorted(rng.choice(LABELS, 1 + b % 4, replace=False)) for b in range(BATCH)]
+    offsets = np.cumsum([0, *map(len, rows)])
+    return CsrRows(offsets, np.array([label for row in rows for label in row], np.int32), None, LABELS)
+
+
+def target() -> Tensor:
+    rows = positives().to_scipy().toarray()
+    return torch.from_numpy(2.0 * (rows.T > 0) - 1.0)  # [label, batch]
+
+
+def sparse_layer(
+    weight_init: str = "fan_in",
+    weight_dtype: str = "float32",
+    group_size: int = 1,
+    loss: LossConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    positive_weight: Tensor | None = None,
+) -> SparseOutput:
+    settings: dict[str, Any] = {
+        "width": INPUTS,
+        "fan_in": FAN_IN,
+        "group_size": group_size,
+        "weight_init": weight_init,
+        "weight_dtype": weight_dtype,
+    }
+    bias = torch.empty(LABELS).normal_(generator=generator(3))
+    return SparseOutput(
+        LABELS,
+        ModelConfig(**settings),
+        loss or LossConfig(),
+        optimizer or OptimizerConfig(kind="adam", learning_rate=0.01),
+        bias,
+        positive_weight,
+        seed=1,
+        generator=generator(),
+    )
+
+
+def dense_layer(loss: LossConfig, positive_weight: Tensor | None = None) -> DenseOutput:
+    bias = torch.empty(LABELS).normal_(generator=generator(3))
+    return DenseOutput(LABELS, INPUTS, loss, bias, positive_weight, generator())
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "BLOCK_BYTES", 5 * INPUTS * 4)
+
+
+def test_the_loss_is_the_mean_over_the_batch_of_the_sum_or_mean_over_labels() -> None:
+    assert loss_scale(LossConfig(reduction="sum"), batch=4, label=100) == 1 / 4
+    assert loss_scale(LossConfig(reduction="mean"), batch=4, label=100) == 1 / 400
+
+
+# ---- dense -----------------------------------------------------------------------------------------------
+
+
+def dense_truth(
+    layer: DenseOutput, loss: LossConfig, optimizer: OptimizerConfig, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Take one step of a copy in this dtype by autograd over all labels at once."""
+    x = features().to(dtype).requires_grad_()
+    weight = layer.linear.weight.to(dtype, copy=True).requires_grad_()
+    bias = layer.linear.bias.to(dtype, copy=True).requires_grad_()
+    goal = target().to(dtype)
+    values = oracles.pointwise_loss(loss.kind, weight @ x + bias[:, None], goal)
+    values = values * oracles.factors(goal, layer.positive_weight)
+    value = loss_scale(loss, BATCH, LABELS) * values.sum()
+    gradients = torch.autograd.grad(value, (x, weight, bias))
+    new_weight, new_bias = weight.detach(), bias.detach()
+    state = oracles.OptimizerState.zeros(optimizer.kind, LABELS, INPUTS)
+    rate = optimizer.learning_rate
+    oracles.DenseOptimizer(optimizer, rate, new_weight, new_bias, state).step(gradients[1], gradients[2], 1)
+    return {"loss": value.detach(), "features": gradients[0], "weight": new_weight, "bias": new_bias}
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
+def test_a_dense_step_equals_autograd_and_a_torch_optimizer(
+    loss_kind: Any, reduction: Any, kind: Any, weighted: bool
+) -> None:
+    loss = LossConfig(kind=loss_kind, reduction=reduction)
+    optimizer = OptimizerConfig(kind=kind, learning_rate=0.1, eps=1e-3, weight_decay=0.5)
+    weight = torch.linspace(0.5, 3.0, LABELS) if weighted else None
+    layer = dense_layer(loss, weight)
+    exact, plain = (dense_truth(layer, loss, optimizer, dtype) for dtype in (torch.float64, torch.float32))
+    layer.block_optimizer = block_optimizer(layer.linear.parameters(), optimizer)
+    loss_sum, gradient = layer.step(features(), positives(), 0.1, 1)
+    found = {
+        "loss": loss_sum,
+        "features": gradient,
+        "weight": layer.linear.weight,
+        "bias": layer.linear.bias,
+    }
+    for name, true in exact.items():
+        slack = 4 * oracles.UNIT * true
+        oracles.assert_no_worse_than_plain(found[name], true, plain[name].double(), slack, name)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("k", [1, 5, LABELS])
+def test_a_dense_layer_ranks_like_a_stable_sort_of_all_logits(k: int) -> None:
+    layer = dense_layer(LossConfig())
+    layer.linear.weight.copy_(layer.linear.weight.round(decimals=1))
+    scores, labels = layer.top_labels(features(), k)
+    expected, order = oracles.top(layer.linear(features()), k)
+    assert torch.equal(scores, expected)
+    assert torch.equal(labels, order)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_ties_of_a_dense_layer_go_to_the_lowest_label_across_blocks() -> None:
+    layer = dense_layer(LossConfig())
+    layer.linear.weight.zero_()
+    layer.linear.bias.zero_()
+    layer.linear.bias[30] = 1.0
+    scores, labels = layer.top_labels(features(), 7)
+    assert labels.tolist() == [[30, 0, 1, 2, 3, 4, 5]] * BATCH
+    assert scores.tolist() == [[1.0] + [0.0] * 6] * BATCH
+
+
+# ---- sparse ----------------------------------------------------------------------------------------------
+
+
+def sparse_problem(layer: SparseOutput) -> oracles.Problem:
+    rows = positives()
+    return oracles.Problem(
+        features(),
+        layer.weight,
+        layer.indices,
+        layer.bias,
+        torch.from_numpy(rows.offsets),
+        torch.from_numpy(rows.indices).long(),
+        layer.group_size,
+    ).copy()
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "label_adam"])
+@pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
+def test_a_sparse_step_is_the_exact_update_within_its_bound(
+    loss_kind: Any, kind: Any, group_size: int
+) -> None:
+    loss = LossConfig(kind=loss_kind, reduction="mean")
+    optimizer = OptimizerConfig(kind=kind, learning_rate=0.1, eps=1e-3)
+    weight = torch.linspace(0.5, 3.0, LABELS)
+    layer = sparse_layer(group_size=group_size, loss=loss, optimizer=optimizer, positive_weight=weight)
+    problem = sparse_problem(layer)
+    settings: dict[str, Any] = {"loss": loss_kind, "scale": 1 / (BATCH * LABELS), "positive_weight": weight}
+    truth = oracles.gradients(problem, dtype=torch.float64, **settings)
+    bound = oracles.gradient_bounds(problem, **settings)
+    zeros = oracles.OptimizerState.zeros(kind, LABELS, FAN_IN)
+    exact = oracles.exact_update(problem, truth, optimizer, 0.1, zeros, 1)
+    allowed = oracles.update_bounds(problem, truth, bound, optimizer, 0.1, zeros, 1)
+
+    loss_sum, gradient = layer.step(features(), positives(), 0.1, 1)
+
+    oracles.assert_within(loss_sum, truth.loss, bound.loss, "loss")
+    oracles.assert_within(gradient, truth.features, bound.features, "features")
+    oracles.assert_within(layer.weight, exact.weight, allowed.weight, "weight")
+    oracles.assert_within(layer.bias, exact.bias, allowed.bias, "bias")
+
+
+def test_a_sparse_layer_ranks_like_a_stable_sort_of_all_logits() -> None:
+    layer = sparse_layer()
+    problem = sparse_problem(layer)
+    _, labels = layer.top_labels(features(), 6)
+    expected = oracles.top(
+        oracles.logits(*(part.double() for part in problem.layer[:2]), *problem.layer[2:]), 6
+    )
+    assert torch.equal(labels, expected[1])
+
+
+def test_any_number_of_threads_takes_the_same_step() -> None:
+    def bits(threads: int) -> list[bytes]:
+        layer = SparseOutput(
+            3000,
+            ModelConfig(width=512, fan_in=32),
+            LossConfig(),
+            OptimizerConfig(kind="adam"),
+            torch.full((3000,), -1.0),
+            None,
+            seed=1,
+            generator=generator(),
+        )
+        rows = CsrRows(np.arange(65), np.arange(64, dtype=np.int32) * 40, None, 3000)
+        x = torch.empty(512, 64).normal_(generator=generator(2))
+        with oracles.threads(threads):
+            loss, gradient = layer.step(x, rows, 0.1, 1)
+            scores, labels = layer.top_labels(x, 5)
+        return [oracles.bits(value) for value in (loss, gradient, layer.weight, layer.bias, scores, labels)]
+
+    assert bits(1) == bits(2) == bits(5)
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group_size", [1, 16])
+def test_redistribution_moves_the_asked_share_and_forgets_its_state(
+    group_size: int, weight_dtype: str
+) -> None:
+    layer = sparse_layer(group_size=group_size, weight_dtype=weight_dtype)
+    layer.step(features(), positives(), 0.1, 1)
+    before = layer.indices.numpy().copy()
+    config = RedistributionConfig(fraction=0.5, new_value="zero", scope="layer")
+    moved = layer.redistribute(config, 0.5, 1)
+    assert moved == before.size // 4  # connections of a group move together
+    assert int((before != layer.indices.numpy()).sum()) <= moved
+    fresh = layer.weight.float() == 0.0
+    assert int(fresh.sum()) >= moved
+    assert layer.state.weight_first is not None
+    assert (layer.state.weight_first[fresh] == 0).all()
+    assert all(len(set(row.tolist())) == FAN_IN for row in layer.indices.numpy())
+
+
+def test_redistribution_by_threshold_scales_the_threshold() -> None:
+    layer = sparse_layer()
+    config = RedistributionConfig(mode="threshold", threshold=0.2, new_value="zero")
+    below = int((layer.weight.abs() < 0.1).sum())
+    assert 0 < below < layer.weight.numel()
+    assert layer.redistribute(config, 0.5, 1) == below
+
+
+def test_a_strength_of_zero_moves_nothing() -> None:
+    layer = sparse_layer()
+    before = layer.indices.numpy().copy()
+    assert layer.redistribute(RedistributionConfig(fraction=0.5), 0.0, 1) == 0
+    np.testing.assert_array_equal(layer.indices.numpy(), before)
+
+
+@pytest.mark.parametrize(
+    ("weight_init", "bound"),
+    [("zero", 0.0), ("fan_in", 1 / math.sqrt(FAN_IN)), ("glorot_flat", math.sqrt(3 / (LABELS * FAN_IN)))],
+)
+def test_weights_start_within_their_bound(weight_init: str, bound: float) -> None:
+    largest = float(sparse_layer(weight_init).weight.abs().max())
+    assert 0.95 * bound <= largest <= bound
+
+
+def test_weights_are_kept_in_their_dtype() -> None:
+    assert sparse_layer(weight_dtype="bfloat16").weight.dtype == torch.bfloat16
+    assert sparse_layer().weight.dtype == torch.float32
+
+
+def test_tensors_are_the_layer_itself() -> None:
+    layer = sparse_layer()
+    tensors = layer.tensors()
+    assert set(tensors) == {
+        "indices",
+        "weight",
+        "bias",
+        "state.weight_first",
+        "state.weight_second",
+        "state.bias_first",
+        "state.bias_second",
+    }
+    assert tensors["weight"].data_ptr() == layer.weight.data_ptr()

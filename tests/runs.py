@@ -1,0 +1,40 @@
+"""What tests compare of run folders: the bits of checkpoints, and metrics without times and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import oracles
+
+from xmlc.checkpoint import CheckpointFolder, read_checkpoint
+
+PASSING = ("train_seconds", "peak_memory_bytes")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``, without what differs from run to run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in PASSING} for line in lines]
+
+
+def checkpoint(run: Path, which: str = "latest") -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the bits of every tensor by name, and the metadata without the time spent."""
+    folder = CheckpointFolder(run / "checkpoints")
+    path = folder.latest() if which == "latest" else folder.best()
+    assert path is not None, f"{run} has no {which} checkpoint"
+    read = read_checkpoint(path)
+    tensors = {name: oracles.bits(value) for name, value in read.tensors.items()}
+    return tensors, {key: value for key, value in read.metadata.items() if key != "seconds"}
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """Require the same metrics, and the same bits in the latest and the best checkpoint."""
+    assert metrics(run) == metrics(other)
+    for which in ("latest", "best"):
+        (tensors, facts), (expected, expected_facts) = checkpoint(run, which), checkpoint(other, which)
+        assert facts == expected_facts
+        assert tensors.keys() == expected.keys()
+        differing = [name for name in tensors if tensors[name] != expected[name]]
+        assert not differing, f"{which}: {differing}"

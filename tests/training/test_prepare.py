@@ -1,0 +1,161 @@
+"""What a trainer reads: the hold-out, TF-IDF of training texts alone, the test set nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import problems
+import pytest
+import scipy.sparse
+
+from xmlc.data import CsrRows, Dataset, TextColumn
+from xmlc.data.text import TextVectorizer
+from xmlc.errors import DataError
+from xmlc.training.prepare import Prepared, prepare
+
+
+def prepared(dataset: Dataset, **sections: dict[str, Any]) -> Prepared:
+    return prepare(dataset, problems.config(**sections))
+
+
+def trained_rows(parts: Prepared, epochs: int = 3) -> set[int]:
+    return {
+        int(row) for epoch in range(epochs) for batch in parts.train.epoch(epoch) for row in batch.instances
+    }
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_held_out_instances_are_never_in_a_training_batch(kind: problems.Kind) -> None:
+    parts = prepared(problems.dataset(kind), data={"validation_fraction": 0.25})
+    held_out = set(parts.validation.rows.tolist())
+    assert len(held_out) == 50
+    assert trained_rows(parts) == set(range(200)) - held_out
+
+
+def test_nothing_is_held_out_on_request() -> None:
+    parts = prepared(problems.dataset(), data={"validation_fraction": 0.0})
+    assert len(parts.validation.rows) == 0
+    assert trained_rows(parts) == set(range(200))
+
+
+def test_the_seed_decides_what_is_held_out() -> None:
+    one, again, other = (
+        prepared(problems.dataset(), training={"seed": seed}).validation.rows.tolist() for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+def test_tf_idf_is_fitted_on_the_texts_that_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    fit = TextVectorizer.fit.__func__  # type: ignore[attr-defined]
+
+    def recording(cls: Any, texts: Iterator[str], config: Any) -> TextVectorizer:
+        seen.extend(texts)
+        return fit(cls, seen, config)
+
+    monkeypatch.setattr(TextVectorizer, "fit", classmethod(recording))
+    dataset = problems.dataset("text", train=100)
+    parts = prepared(dataset, data={"validation_fraction": 0.3})
+    assert dataset.train.texts is not None
+    texts = list(dataset.train.texts)
+    assert seen == [texts[row] for row in parts.train.rows]
+    assert len(seen) == 70
+
+
+def test_a_word_of_the_held_out_texts_alone_is_no_feature() -> None:
+    dataset = problems.dataset("text", train=100)
+    held_out = prepared(dataset).validation.rows
+    assert dataset.train.texts is not None
+    texts = [f"{text} secret" if row in held_out else text for row, text in enumerate(dataset.train.texts)]
+    marked = replace(
+        dataset, fingerprint="marked", train=replace(dataset.train, texts=TextColumn.from_strings(texts))
+    )
+    vectorizer = prepared(marked).vectorizer
+    assert vectorizer is not None
+    assert "secret" not in list(vectorizer.blocks["words"].terms)
+    assert vectorizer.transform(["secret"]).offsets.tolist() == [0, 0]
+
+
+def test_labels_are_counted_before_any_are_held_out() -> None:
+    """Propensities are a fact of the data set, not of the split."""
+    dataset = problems.dataset()
+    counts = np.bincount(dataset.train.labels.indices, minlength=dataset.label_count)
+    problem = prepared(dataset, data={"validation_fraction": 0.5}).problem
+    assert problem.label_instances.tolist() == counts.tolist()
+    assert problem.instances == 200
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_under_the_paper_protocol_all_is_trained_on_and_the_test_set_validates(kind: problems.Kind) -> None:
+    dataset = problems.dataset(kind)
+    assert dataset.test is not None
+    parts = prepared(dataset, training={"paper_protocol": True})
+    assert trained_rows(parts) == set(range(200))
+    assert len(parts.validation.rows) == 50
+    assert parts.validation.labels is dataset.test.labels
+
+
+def test_the_paper_protocol_needs_a_test_set() -> None:
+    with pytest.raises(DataError, match="the paper protocol chooses on the test set, found none"):
+        prepared(replace(problems.dataset(), test=None), training={"paper_protocol": True})
+
+
+def with_filter(dataset: Dataset) -> Dataset:
+    """Mask label 3 everywhere."""
+
+    def pairs(instances: int) -> CsrRows:
+        return CsrRows(np.arange(instances + 1), np.full(instances, 3, np.int32), None, dataset.label_count)
+
+    assert dataset.test is not None
+    return replace(
+        dataset,
+        train=replace(dataset.train, filter_pairs=pairs(dataset.train.instances)),
+        test=replace(dataset.test, filter_pairs=pairs(dataset.test.instances)),
+    )
+
+
+def test_the_filter_of_the_held_out_instances_goes_with_them() -> None:
+    parts = prepared(with_filter(problems.dataset()))
+    assert parts.validation_filter is not None
+    assert parts.validation_filter.rows == len(parts.validation.rows)
+
+
+def test_the_paper_protocol_masks_by_the_filter_of_the_test_set() -> None:
+    parts = prepared(with_filter(problems.dataset()), training={"paper_protocol": True})
+    assert parts.validation_filter is not None
+    assert parts.validation_filter.rows == 50
+
+
+def test_masking_can_be_switched_off() -> None:
+    parts = prepared(with_filter(problems.dataset()), data={"mask_filter_pairs": False})
+    assert parts.validation_filter is None
+
+
+def test_training_without_a_single_label_is_refused() -> None:
+    nothing = scipy.sparse.csr_array((20, 4))
+    dataset = Dataset.from_arrays(np.ones((20, 3), np.float32), nothing, name="mine")
+    with pytest.raises(DataError, match="mine: training needs at least one instance with a label, found 20"):
+        prepared(dataset)
+
+
+def test_training_without_a_single_feature_is_refused() -> None:
+    labels = scipy.sparse.csr_array(np.ones((20, 4)))
+    dataset = Dataset.from_arrays(np.ones((20, 0), np.float32), labels, name="mine")
+    with pytest.raises(
+        DataError, match="mine: training needs at least one feature, found dense features of 0"
+    ):
+        prepared(dataset)
+
+
+def test_texts_are_vectorised_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = problems.dataset("text", train=60)
+    first = prepare(dataset, problems.config(), tmp_path)
+    monkeypatch.setattr(TextVectorizer, "fit", None)
+    again = prepare(dataset, problems.config(), tmp_path)
+    assert isinstance(first.train.features, CsrRows)
+    assert isinstance(again.train.features, CsrRows)
+    np.testing.assert_array_equal(first.train.features.indices, again.train.features.indices)

@@ -1,0 +1,443 @@
+"""A run that was stopped or killed anywhere goes on to the same bits as one that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import problems
+import pytest
+import runs
+
+from xmlc.checkpoint import CheckpointFolder
+from xmlc.config import Config, dump_config
+from xmlc.errors import CheckpointError, ConfigError
+from xmlc.evaluation import load
+from xmlc.training import trainer
+from xmlc.training.run_folder import RunFolder
+from xmlc.training.trainer import StoppedBySignalError
+
+Train = Callable[..., Path]
+
+STEPS_PER_EPOCH = 12  # 180 training instances in batches of 16, see `problems`
+
+
+def everything(optimizer: str = "adam", output: str = "sparse", **training: Any) -> dict[str, dict[str, Any]]:
+    """Return settings with all that has a state: dropout, redistribution, moments, plateau, stopping."""
+    return {
+        "model": {
+            "output": output,
+            "bottleneck": 9,
+            "input_dropout": 0.2,
+            "hidden_dropout": 0.2,
+            "weight_dtype": "bfloat16" if output == "sparse" else "float32",
+            "group_size": 16,
+        },
+        "output_optimizer": {"kind": optimizer, "weight_decay": 0.01},
+        "redistribution": {"interval_steps": 4, "first_step": 3, "end": 0.8, "new_value": "random"},
+        "schedule": {"kind": "plateau", "patience": 1, "warmup_steps": 20},
+        "training": {"epochs": 3, "patience": 2, "clip_norm": 1.0} | training,
+    }
+
+
+class Killed(BaseException):
+    """What no code of the package catches, as if the process had ended here."""
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Do something while a step of the next training is under way, once."""
+
+    def arrange(chosen: int, act: Callable[[], None]) -> None:
+        step_of = trainer.training_step
+
+        def acting(model: Any, batch: Any, optimizers: Any, rate: float, step: int, clip: float) -> Any:
+            if step == chosen:
+                monkeypatch.setattr(trainer, "training_step", step_of)
+                act()
+            return step_of(model, batch, optimizers, rate, step, clip)
+
+        monkeypatch.setattr(trainer, "training_step", acting)
+
+    return arrange
+
+
+# ---- stopped by a signal ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    kind: problems.Kind, output: str, train: Train, tmp_path: Path, at_step: Any
+) -> None:
+    dataset, settings = problems.dataset(kind), everything(output=output)
+    whole = train(dataset, "whole", **settings)
+    at_step(STEPS_PER_EPOCH + 5, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(StoppedBySignalError, match="stopped by SIGTERM at step 17, checkpoint written"):
+        train(dataset, "stopped", **settings)
+    _, facts = runs.checkpoint(tmp_path / "stopped")
+    assert (facts["position"]["epoch"], facts["position"]["batch"]) == (1, 5)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "label_adam"])
+def test_every_optimizer_goes_on(optimizer: str, train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything(optimizer)
+    whole = train(dataset, "whole", **settings)
+    at_step(7, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(StoppedBySignalError, match="SIGINT"):
+        train(dataset, "stopped", **settings)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+@pytest.mark.parametrize("step", [1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 3 * STEPS_PER_EPOCH])
+def test_a_run_goes_on_from_the_edge_of_an_epoch(step: int, train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything()
+    whole = train(dataset, "whole", **settings)
+    at_step(step, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(StoppedBySignalError, match=f"at step {step},"):
+        train(dataset, "stopped", **settings)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+def test_a_run_goes_on_after_many_stops(train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything()
+    whole = train(dataset, "whole", **settings)
+    for step in range(5, 3 * STEPS_PER_EPOCH, 5):
+        at_step(step, lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(StoppedBySignalError):
+            train(dataset, "stopped", resume=step > 5, **settings)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+def test_a_signal_during_validation_stops_after_the_epoch_is_recorded(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, settings = problems.dataset(), everything()
+    whole = train(dataset, "whole", **settings)
+    measure = trainer.evaluate_model
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(trainer, "evaluate_model", measure)
+        signal.raise_signal(signal.SIGTERM)
+        return measure(*arguments, **named)
+
+    monkeypatch.setattr(trainer, "evaluate_model", interrupted)
+    with pytest.raises(StoppedBySignalError, match="at step 12,"):
+        train(dataset, "stopped", **settings)
+    assert len(runs.metrics(tmp_path / "stopped")) == 1
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+def test_signals_are_handled_as_before_once_training_is_over(train: Train) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train(problems.dataset(), training={"epochs": 1})
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_finished_run_resumes_to_itself(train: Train, tmp_path: Path) -> None:
+    dataset, settings = problems.dataset(), everything()
+    run = train(dataset, **settings)
+    shutil.copytree(run, tmp_path / "before")
+    runs.assert_same_run(train(dataset, resume=True, **settings), tmp_path / "before")
+
+
+def test_a_run_stopped_early_stays_stopped(train: Train) -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "output_optimizer": {"kind": "sgd", "learning_rate": 0.0},
+        "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0},
+        "training": {"patience": 1, "epochs": 9},
+    }
+    run = train(problems.dataset(), **settings)
+    assert len(runs.metrics(run)) == 2
+    train(problems.dataset(), resume=True, **settings)
+    assert len(runs.metrics(run)) == 2
+
+
+# ---- killed ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def killed_at(operation: int) -> Iterator[list[str]]:
+    """Kill the process before the n-th of the operations that change a run folder, counted from 1."""
+    done: list[str] = []
+
+    def deadly(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if len(done) + 1 == operation:
+                raise Killed
+            done.append(name)
+            return original(*arguments, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (RunFolder, "record"),
+            (CheckpointFolder, "save"),
+            (CheckpointFolder, "mark_best"),
+            (CheckpointFolder, "keep"),
+        ):
+            patch.setattr(owner, name, deadly(name, getattr(owner, name)))
+        yield done
+
+
+@pytest.mark.parametrize("checkpoint_seconds", [600.0, 0.0], ids=["by-epoch", "by-step"])
+def test_a_run_killed_between_any_two_writes_goes_on_to_the_same_bits(
+    checkpoint_seconds: float, train: Train, tmp_path: Path
+) -> None:
+    """A kill between the line of metrics and its checkpoint once left the line twice; one between the
+    checkpoint and its mark lost the best epoch.
+    """
+    dataset = problems.dataset("dense", train=60)
+    settings = everything(checkpoint_seconds=checkpoint_seconds, epochs=2)
+    whole = train(dataset, "whole", **settings)
+    with killed_at(0) as operations:
+        train(dataset, "counted", **settings)
+    assert {"record", "save", "mark_best", "keep"} <= set(operations)
+    for number in range(1, len(operations) + 1):
+        name = f"killed-{number}"
+        with pytest.raises(Killed), killed_at(number):
+            train(dataset, name, **settings)
+        run = train(dataset, name, resume=True, **settings)
+        runs.assert_same_run(run, whole)
+        folder = CheckpointFolder(run / "checkpoints")
+        assert set(folder.names()) == {path.name for path in (folder.latest(), folder.best()) if path}
+        shutil.rmtree(tmp_path / name)
+
+
+def test_a_line_of_metrics_cut_short_by_a_crash_is_written_again(train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything()
+    whole = train(dataset, "whole", **settings)
+    at_step(STEPS_PER_EPOCH + 3, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(StoppedBySignalError):
+        train(dataset, "torn", **settings)
+    with (whole.parent / "torn" / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "st')
+    runs.assert_same_run(train(dataset, "torn", resume=True, **settings), whole)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything()
+    whole = train(dataset, "whole", **settings)
+
+    def kill() -> None:
+        raise Killed
+
+    at_step(5, kill)
+    with pytest.raises(Killed):
+        train(dataset, "killed", **settings)
+    runs.assert_same_run(train(dataset, "killed", resume=True, **settings), whole)
+
+
+# ---- what a resumed run refuses --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(train: Train, tmp_path: Path, at_step: Any) -> Path:
+    at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(StoppedBySignalError):
+        train(problems.dataset())
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"epochs": 9}}, r"found training\.epochs = 9 where it began with 8"),
+        ({"model": {"fan_in": 8}}, r"found model\.fan_in = 8 where it began with 16"),
+        ({"text": {"max_features": 8}}, r"found text\.max_features = 8 where it began with None"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_key(
+    sections: dict[str, dict[str, Any]], message: str, stopped: Path, train: Train
+) -> None:
+    before = runs.checkpoint(stopped)
+    with pytest.raises(ConfigError, match=message):
+        train(problems.dataset(), resume=True, **sections)
+    assert runs.checkpoint(stopped) == before
+
+
+def test_other_data_are_refused(stopped: Path, train: Train) -> None:
+    with pytest.raises(CheckpointError, match=r"the run began on data with fingerprint .*; give the same"):
+        train(problems.dataset(train=201), resume=True)
+
+
+def test_a_run_is_not_begun_anew_in_its_folder(stopped: Path, train: Train) -> None:
+    with pytest.raises(CheckpointError, match="or continue that run with --resume"):
+        train(problems.dataset())
+
+
+def test_a_folder_without_a_run_is_refused(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match=r"--resume needs the folder of a run, found no config\.toml"):
+        train(problems.dataset(), resume=True)
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}", "[]"])
+def test_a_damaged_description_of_the_data_is_refused(
+    content: str | None, stopped: Path, train: Train
+) -> None:
+    (stopped / "data.json").unlink()
+    if content is not None:
+        (stopped / "data.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"data\.json: must say what data the run began on"):
+        train(problems.dataset(), resume=True)
+
+
+def test_a_damaged_checkpoint_is_refused(stopped: Path, train: Train) -> None:
+    (data,) = (stopped / "checkpoints").glob("*/tensors-*.safetensors")
+    damaged = bytearray(data.read_bytes())
+    damaged[-1] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="must have the checksum of manifest"):
+        train(problems.dataset(), resume=True)
+
+
+# ---- real processes --------------------------------------------------------------------------------------
+
+
+class Process:
+    """A training in a process of its own, through the command line."""
+
+    def __init__(self, folder: Path, config: Config, run: Path, *flags: str, file_bytes: int = -1) -> None:
+        file = run.with_suffix(".toml")
+        file.write_text(dump_config(config))
+        command = [sys.executable, "-m", "xmlc.cli", "train", str(folder), "--out", str(run)]
+        command += ["--config", str(file), *flags]
+
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+        self.run = run
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            preexec_fn=limit,
+        )
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait until something has come about, and fail with the process's words if it ends before."""
+        until = time.monotonic() + 60
+        while not ready():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < until, "the process is too slow"
+            time.sleep(0.01)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a redistribution at or after a step is in the log."""
+        self.wait_for(lambda: self._last_step() >= step)
+
+    def _last_step(self) -> int:
+        log = self.run / "train.log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        steps = [int(line.split("step ")[1].split(":")[0]) for line in lines if "redistributed" in line]
+        return max(steps, default=0)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def result(self) -> tuple[int, str, str]:
+        """Return exit code, stdout and stderr."""
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+INSTANCES = 1600
+LONG_EPOCH = 360
+"""Steps: 1,440 training instances in batches of 4, about a second."""
+
+
+def long_config(optimizer: str, **training: Any) -> Config:
+    sections = everything(optimizer, batch_size=4, threads=1, epochs=2, **training)
+    return problems.config(**sections)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "number", "code"),
+    [("text", "adam", signal.SIGTERM, 143), ("sparse", "label_adam", signal.SIGINT, 130)],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signalled_process_stops_and_its_successor_ends_with_the_same_bits(
+    kind: problems.Kind, optimizer: str, number: int, code: int, tmp_path: Path
+) -> None:
+    folder = problems.write_folder(tmp_path / "toy", kind, train=INSTANCES)
+    config = long_config(optimizer)
+    process = Process(folder, config, tmp_path / "stopped")
+    process.wait_for_step(LONG_EPOCH + 50)
+    process.signal(number)
+    found, out, err = process.result()
+    assert found == code
+    assert out == ""
+    assert "checkpoint written; continue with --resume" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    _, facts = runs.checkpoint(tmp_path / "stopped")
+    assert facts["position"]["epoch"] == 1
+    assert 0 < facts["position"]["batch"] < LONG_EPOCH
+
+    resumed = Process(folder, config, tmp_path / "stopped", "--resume")
+    assert resumed.result()[0] == 0
+    whole = Process(folder, config, tmp_path / "whole")
+    assert whole.result()[0] == 0
+    runs.assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_a_killed_process_leaves_a_checkpoint_within_the_epoch_to_go_on_from(tmp_path: Path) -> None:
+    folder = problems.write_folder(tmp_path / "toy", "sparse", train=INSTANCES)
+    config = long_config("adam", checkpoint_seconds=0.05)
+    process = Process(folder, config, tmp_path / "killed")
+    process.wait_for_step(LONG_EPOCH + 100)
+    process.process.kill()
+    assert process.result()[0] == -signal.SIGKILL
+    _, facts = runs.checkpoint(tmp_path / "killed")
+    assert 0 < facts["position"]["batch"] < LONG_EPOCH
+
+    assert Process(folder, config, tmp_path / "killed", "--resume").result()[0] == 0
+    assert Process(folder, config, tmp_path / "whole").result()[0] == 0
+    runs.assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_two_processes_do_not_share_a_run_folder(tmp_path: Path) -> None:
+    folder = problems.write_folder(tmp_path / "toy", "dense", train=INSTANCES)
+    config = long_config("adam")
+    first = Process(folder, config, tmp_path / "run")
+    first.wait_for(lambda: (tmp_path / "run" / "train.log").exists())
+    with pytest.raises(CheckpointError, match="found another at it"), RunFolder(tmp_path / "run").locked():
+        pass
+    first.process.kill()
+    first.result()
+    with RunFolder(tmp_path / "run").locked():
+        pass  # the lock dies with its process
+
+
+def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(tmp_path: Path) -> None:
+    """Files are limited to fewer bytes than a checkpoint; the limit of the process stands for the disk's."""
+    folder = problems.write_folder(tmp_path / "toy", "sparse", train=INSTANCES)
+    config = long_config("adam")
+    process = Process(folder, config, tmp_path / "run")
+    process.wait_for_step(50)
+    process.signal(signal.SIGTERM)
+    assert process.result()[0] == 143
+    before = runs.checkpoint(tmp_path / "run")
+
+    full = Process(folder, config, tmp_path / "run", "--resume", file_bytes=10_000)
+    code, out, err = full.result()
+    assert (code, out) == (2, "")
+    assert "must be writable" in err.splitlines()[-1]
+    assert "free space" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert runs.checkpoint(tmp_path / "run") == before
+    assert load(tmp_path / "run").metadata["position"] == before[1]["position"]
+    assert Process(folder, config, tmp_path / "run", "--resume").result()[0] == 0
