@@ -81,7 +81,8 @@ class ModelConfig(Section):
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of the sparse output layer's weights; bfloat16 is rounded stochastically."""
     weight_init: Literal["zero", "fan_in", "glorot_flat"] = "zero"
-    """Of the sparse output layer: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras gives a flat tensor."""
+    """Of the sparse output layer: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras
+    gives a flat tensor."""
     bias_init: FiniteFloat | Literal["auto"] = "auto"
     """auto: -1 for squared hinge (negatives start at loss 0); the log-odds of the label's share for bce."""
     penultimate_init: Literal["he", "glorot"] = "he"

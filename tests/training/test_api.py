@@ -8,8 +8,8 @@ from typing import Any
 import problems
 import pytest
 import runs
-import xmlc
 
+import xmlc
 from xmlc.config import Config, dump_config, load_config
 from xmlc.data import open_dataset
 from xmlc.errors import CheckpointError, ConfigError, DataError

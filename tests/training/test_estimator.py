@@ -98,10 +98,22 @@ def test_features_and_labels_of_different_lengths_are_refused() -> None:
         XmlcClassifier(SETTINGS).fit(part.features[:50], part.labels)
 
 
-def test_labels_as_an_array_are_refused_with_advice() -> None:
+def test_labels_may_come_as_an_array() -> None:
     part = problems.split("sparse", 60)
-    with pytest.raises(DataError, match=r"wrap it in scipy\.sparse\.csr_array"):
-        XmlcClassifier(SETTINGS).fit(part.features, part.labels.toarray())
+    sparse, array = (
+        XmlcClassifier(SETTINGS, epochs=2).fit(part.features, labels)
+        for labels in (part.labels, part.labels.toarray().astype(bool))
+    )
+    scores = [each.predict_scores(part.features).toarray() for each in (sparse, array)]
+    np.testing.assert_array_equal(*scores)
+    assert array.score(part.features, part.labels.toarray()) == sparse.score(part.features, part.labels)
+
+
+@pytest.mark.parametrize("labels", [np.arange(60), [["a", "b"]] * 60, np.ones((60, 2, 2))])
+def test_labels_without_a_column_each_are_refused(labels: Any) -> None:
+    part = problems.split("sparse", 60)
+    with pytest.raises(DataError, match="Y must be a sparse matrix or a numeric array .*, found"):
+        XmlcClassifier(SETTINGS).fit(part.features, labels)
 
 
 def test_an_unfitted_estimator_says_so() -> None:
@@ -199,7 +211,7 @@ def test_a_clone_is_unfitted(fitted: tuple[XmlcClassifier, problems.Split]) -> N
 @pytest.mark.parametrize("kind", problems.KINDS)
 def test_it_works_in_cross_validation(kind: problems.Kind) -> None:
     part = problems.split(kind, 240)
-    scores = cross_val_score(XmlcClassifier(SETTINGS), part.features, part.labels, cv=2)
+    scores = cross_val_score(XmlcClassifier(SETTINGS), part.features, part.labels.toarray(), cv=2)
     assert scores.shape == (2,)
     assert scores.min() > 0.5
 

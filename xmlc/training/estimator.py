@@ -14,6 +14,7 @@ from sklearn.base import BaseEstimator
 
 from xmlc.config import load_config
 from xmlc.data import Dataset
+from xmlc.data.dataset import SparseMatrix
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation import Predictor, load
 from xmlc.metrics import evaluate
@@ -47,7 +48,7 @@ class XmlcClassifier(BaseEstimator):
 
         Args:
             X: A list of texts, or sparse or dense features [instance, feature].
-            Y: Sparse [instance, label]; a stored value above 0 is a label.
+            Y: [instance, label], sparse or an array; a value above 0 is a label.
             label_names: One name for each label.
 
         Raises:
@@ -57,7 +58,7 @@ class XmlcClassifier(BaseEstimator):
         given = {"epochs": self.epochs, "seed": self.seed}
         overrides = [f"training.{key}={value}" for key, value in given.items() if value is not None]
         config = load_config(self.config, overrides)
-        dataset = Dataset.from_arrays(X, Y, label_names=label_names, name="XmlcClassifier.fit")
+        dataset = Dataset.from_arrays(X, _labels(Y), label_names=label_names, name="XmlcClassifier.fit")
         with tempfile.TemporaryDirectory(prefix="xmlc-") as temporary:
             run = Path(temporary) / "run" if self.run is None else Path(self.run)
             train_into(run, dataset, config, cache=Path(temporary) / "cache")
@@ -77,13 +78,13 @@ class XmlcClassifier(BaseEstimator):
         return scipy.sparse.csr_array((scores.ravel(), (rows, labels.ravel())), shape=shape)
 
     def score(self, X: Any, Y: Any) -> float:  # noqa: N803
-        """Return precision at 1 against Y, sparse [instance, label]; a stored value above 0 is a label.
+        """Return precision at 1 against Y [instance, label], sparse or an array.
 
         Raises:
             DataError: Y does not fit X or the labels.
         """
         best = self.predict(X, 1)
-        truth = scipy.sparse.csr_array(Y) > 0
+        truth = scipy.sparse.csr_array(_labels(Y)) > 0
         shape = (len(best), self.predictor_.model.problem.label_count)
         if truth.shape != shape:
             raise DataError(
@@ -99,3 +100,16 @@ class XmlcClassifier(BaseEstimator):
         if not 1 <= k <= labels:
             raise DataError(f"XmlcClassifier: k must lie in [1, label] = [1, {labels}], found {k}")
         return self.predictor_.top_labels(X, k)
+
+
+def _labels(Y: Any) -> SparseMatrix:  # noqa: N803
+    """Return labels [instance, label] as a sparse matrix; some of scikit-learn's tools pass only arrays."""
+    if scipy.sparse.issparse(Y):
+        return Y
+    labels = np.asarray(Y)
+    if labels.ndim != 2 or labels.dtype.kind not in "biuf":
+        raise DataError(
+            f"XmlcClassifier: Y must be a sparse matrix or a numeric array [instance, label], found "
+            f"{labels.dtype} {list(labels.shape)}; give every label a column"
+        )
+    return scipy.sparse.csr_array(labels)
