@@ -97,16 +97,59 @@ def write_folder(folder: Path, kind: Kind = "text", train: int = 200, test: int 
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    """Return settings that learn a problem of this module in a second; every section can be overridden."""
+    """Return settings that learn a problem of this module in a second; every section can be overridden.
+
+    What a result depends on stands here, so that a change of the defaults changes no test.
+    """
+    optimizer = {"kind": "adam", "learning_rate": 0.01, "momentum": 0.9, "beta1": 0.9, "beta2": 0.999}
+    optimizer |= {"eps": 1e-8, "weight_decay": 0.0}
     base: dict[str, dict[str, Any]] = {
-        "data": {"validation_fraction": 0.1},
-        "model": {"output": "sparse", "hidden": 32, "width": 64, "fan_in": 16, "group_size": 1},
-        "loss": {"kind": "squared_hinge", "reduction": "sum"},
-        "output_optimizer": {"kind": "adam", "learning_rate": 0.01},
-        "dense_optimizer": {"kind": "adam", "learning_rate": 0.01},
-        "redistribution": {"interval_steps": 10, "first_step": 5, "fraction": 0.1, "end": 0.5},
-        "schedule": {"kind": "constant"},
-        "training": {"epochs": 8, "batch_size": 16, "seed": 3, "patience": 0, "threads": 0},
+        "data": {"validation_fraction": 0.1, "mask_filter_pairs": True, "unit_length": True},
+        "text": {"word_ngrams": [1, 1], "character_ngrams": [0, 0], "min_document_frequency": 1},
+        "model": {
+            "output": "sparse",
+            "hidden": 32,
+            "width": 64,
+            "fan_in": 16,
+            "group_size": 1,
+            "bottleneck": 16,
+            "weight_dtype": "float32",
+            "weight_init": "fan_in",
+            "bias_init": "auto",
+            "penultimate_init": "he",
+            "input_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "hidden_activation": "none",
+        },
+        "loss": {
+            "kind": "squared_hinge",
+            "reduction": "sum",
+            "positive_weight": 1.0,
+            "positive_weight_propensity": False,
+        },
+        "output_optimizer": optimizer,
+        "dense_optimizer": optimizer,
+        "redistribution": {
+            "interval_steps": 10,
+            "first_step": 5,
+            "fraction": 0.1,
+            "decay": "cosine",
+            "end": 0.5,
+            "mode": "fraction",
+            "scope": "layer",
+            "new_value": "zero",
+        },
+        "schedule": {"kind": "constant", "warmup_steps": 0, "final_fraction": 0.0, "min_delta": 1e-3},
+        "training": {
+            "epochs": 8,
+            "batch_size": 16,
+            "seed": 3,
+            "threads": 0,
+            "clip_norm": 0.0,
+            "metric": "P@1",
+            "patience": 0,
+            "min_delta": 5e-5,
+        },
     }
     for section, settings in sections.items():
         base[section] = base.get(section, {}) | settings

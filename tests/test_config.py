@@ -110,7 +110,7 @@ def test_any_settings_survive_toml(
 
 def test_settings_cannot_be_changed_in_place() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Config().training.epochs = 3  # type: ignore[misc]
+        Config().training.epochs = 3
 
 
 # ---- errors ----------------------------------------------------------------------------------------------
@@ -142,6 +142,7 @@ def test_a_key_that_is_no_string_is_unknown() -> None:
     ("override", "words"),
     [
         ("training.epochs=0", ["training.epochs", "greater than or equal to 1", "found 0"]),
+        ("training.threads=1000000000", ["training.threads", "less than or equal to 1024"]),
         ("training.epochs=2.5", ["training.epochs", "integer", "found 2.5"]),
         ("training.epochs=", ["training.epochs", "integer", "found ''"]),
         ("loss.kind=ce", ["loss.kind", "'squared_hinge' or 'bce'", "found 'ce'"]),
@@ -150,6 +151,8 @@ def test_a_key_that_is_no_string_is_unknown() -> None:
         ("model.bias_init=nan", ["model.bias_init:", "finite", "found nan"]),
         ("data.validation_fraction=nan", ["data.validation_fraction", "less than 1", "found nan"]),
         ("output_optimizer.learning_rate=inf", ["output_optimizer.learning_rate", "finite", "found inf"]),
+        ("loss.positive_weight=1e300", ["loss.positive_weight", "at most 1e30", "found 1e+300"]),
+        ("output_optimizer.eps=nan", ["output_optimizer.eps", "found nan"]),
         ("training.metric=F@1", ["training.metric", "nDCG", "found 'F@1'"]),
         ("training.metric=P@99999", ["training.metric", "found 'P@99999'"]),
         ("text.word_ngrams=[1]", ["text.word_ngrams:", "found [1]"]),

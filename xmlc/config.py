@@ -9,16 +9,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xmlc.errors import ConfigError
 
+
+def _in_float32(value: float) -> float:
+    if not abs(value) <= 1e30:  # NaN too; beyond it, products leave float32
+        raise ValueError(f"must be finite and at most 1e30 in size, found {value}")
+    return value
+
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+FiniteFloat = Annotated[float, AfterValidator(_in_float32)]
 UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -187,7 +194,7 @@ class TrainingConfig(Section):
     """Instances of one step."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, connections, order, dropout and rounding."""
-    threads: NonNegativeInt = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of the native kernels and of torch; 0 takes torch's own number."""
     clip_norm: NonNegativeFloat = 0.0
     """Upper bound of the global gradient norm of encoder and penultimate layer; 0 does not clip."""

@@ -11,7 +11,7 @@ from xmlc.sparsity import RedistributionPolicy
 
 
 def policy(total_steps: int = 100, **settings: Any) -> RedistributionPolicy:
-    base = {"interval_steps": 10, "first_step": 5, "end": 0.66, "decay": "cosine"}
+    base: dict[str, Any] = {"interval_steps": 10, "first_step": 5, "end": 0.66, "decay": "cosine"}
     return RedistributionPolicy(RedistributionConfig(**(base | settings)), total_steps)
 
 

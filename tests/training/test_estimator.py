@@ -112,7 +112,7 @@ def test_labels_may_come_as_an_array() -> None:
 @pytest.mark.parametrize("labels", [np.arange(60), [["a", "b"]] * 60, np.ones((60, 2, 2))])
 def test_labels_without_a_column_each_are_refused(labels: Any) -> None:
     part = problems.split("sparse", 60)
-    with pytest.raises(DataError, match="Y must be a sparse matrix or a numeric array .*, found"):
+    with pytest.raises(DataError, match=r"Y must be a sparse matrix or a numeric array .*, found"):
         XmlcClassifier(SETTINGS).fit(part.features, labels)
 
 

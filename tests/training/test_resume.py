@@ -20,6 +20,7 @@ import runs
 
 from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config
+from xmlc.data import open_dataset
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation import load
 from xmlc.training import trainer
@@ -32,7 +33,9 @@ STEPS_PER_EPOCH = 12  # 180 training instances in batches of 16, see `problems`
 
 
 def everything(optimizer: str = "adam", output: str = "sparse", **training: Any) -> dict[str, dict[str, Any]]:
-    """Return settings with all that has a state: dropout, redistribution, moments, plateau, stopping."""
+    """Return settings with all that has a state: dropout, redistribution, moments, stopping, and a plateau
+    (no metric gains 2.0) whose rate falls after the second epoch.
+    """
     return {
         "model": {
             "output": output,
@@ -44,7 +47,7 @@ def everything(optimizer: str = "adam", output: str = "sparse", **training: Any)
         },
         "output_optimizer": {"kind": optimizer, "weight_decay": 0.01},
         "redistribution": {"interval_steps": 4, "first_step": 3, "end": 0.8, "new_value": "random"},
-        "schedule": {"kind": "plateau", "patience": 1, "warmup_steps": 20},
+        "schedule": {"kind": "plateau", "patience": 1, "min_delta": 2.0, "warmup_steps": 20},
         "training": {"epochs": 3, "patience": 2, "clip_norm": 1.0} | training,
     }
 
@@ -389,8 +392,7 @@ def test_a_signalled_process_stops_and_its_successor_ends_with_the_same_bits(
 
     resumed = Process(folder, config, tmp_path / "stopped", "--resume")
     assert resumed.result()[0] == 0
-    whole = Process(folder, config, tmp_path / "whole")
-    assert whole.result()[0] == 0
+    trainer.train_into(tmp_path / "whole", open_dataset(folder), config)
     runs.assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
@@ -405,7 +407,7 @@ def test_a_killed_process_leaves_a_checkpoint_within_the_epoch_to_go_on_from(tmp
     assert 0 < facts["position"]["batch"] < LONG_EPOCH
 
     assert Process(folder, config, tmp_path / "killed", "--resume").result()[0] == 0
-    assert Process(folder, config, tmp_path / "whole").result()[0] == 0
+    trainer.train_into(tmp_path / "whole", open_dataset(folder), config)
     runs.assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
@@ -422,17 +424,16 @@ def test_two_processes_do_not_share_a_run_folder(tmp_path: Path) -> None:
         pass  # the lock dies with its process
 
 
-def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(tmp_path: Path, at_step: Any) -> None:
     """Files are limited to fewer bytes than a checkpoint; the limit of the process stands for the disk's."""
-    folder = problems.write_folder(tmp_path / "toy", "sparse", train=INSTANCES)
-    config = long_config("adam")
-    process = Process(folder, config, tmp_path / "run")
-    process.wait_for_step(50)
-    process.signal(signal.SIGTERM)
-    assert process.result()[0] == 143
+    dataset = open_dataset(problems.write_folder(tmp_path / "toy", "sparse"))
+    config = problems.config(**everything(threads=1))
+    at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(StoppedBySignalError):
+        trainer.train_into(tmp_path / "run", dataset, config)
     before = runs.checkpoint(tmp_path / "run")
 
-    full = Process(folder, config, tmp_path / "run", "--resume", file_bytes=10_000)
+    full = Process(tmp_path / "toy", config, tmp_path / "run", "--resume", file_bytes=10_000)
     code, out, err = full.result()
     assert (code, out) == (2, "")
     assert "must be writable" in err.splitlines()[-1]
@@ -440,4 +441,5 @@ def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(tmp_path: Path)
     assert "Traceback" not in err
     assert runs.checkpoint(tmp_path / "run") == before
     assert load(tmp_path / "run").metadata["position"] == before[1]["position"]
-    assert Process(folder, config, tmp_path / "run", "--resume").result()[0] == 0
+    trainer.train_into(tmp_path / "run", dataset, config, resume=True)
+    assert len(runs.metrics(tmp_path / "run")) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import warnings
@@ -42,8 +43,17 @@ class Group(click.Group):
             click.echo("xmlc: interrupted", err=True)
             ctx.exit(128 + signal.SIGINT)
         except BrokenPipeError:  # the reader of our output has gone: `xmlc predict ... | head`
-            sys.stderr.close()
+            _drop_output()
             ctx.exit(0)
+        except OSError as error:  # stdout on a full disk, for one
+            click.echo(f"xmlc: {error}", err=True)
+            _drop_output()
+            ctx.exit(2)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered for stdout nowhere, so that Python does not fail on it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:

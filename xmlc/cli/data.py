@@ -15,10 +15,15 @@ def command() -> None:
 @command.command(name="list")
 def list_sets() -> None:
     """List the data sets known by name, and whether their files are here."""
-    from xmlc.data.card import list_cards
+    from xmlc.data.card import data_folder, list_cards
+    from xmlc.errors import DataError
 
     for card in list_cards():
-        click.echo(f"{card.name:26} {card.kind:7} {card.title}")
+        try:
+            here = bool(data_folder(card))
+        except DataError:
+            here = False
+        click.echo(f"{card.name:26} {'here' if here else '-':5} {card.kind:7} {card.title}")
 
 
 @command.command(name="info")

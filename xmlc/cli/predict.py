@@ -33,7 +33,7 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
     for number, lines in _chunks(file):
         for predictions in predictor.predict(parse_lines(predictor, lines, str(name), number), k):
             labels = [vars(prediction) for prediction in predictions]
-            click.echo(json.dumps({"labels": labels}, ensure_ascii=False))
+            click.echo(json.dumps({"labels": labels}, ensure_ascii=False).encode())  # UTF-8 in any locale
 
 
 def _chunks(lines: Iterable[bytes]) -> Iterator[tuple[int, list[bytes]]]:

@@ -36,7 +36,9 @@ def rank_labels(
         model.top_labels(batch, candidates)[1].numpy() for batch in progress(stream.sequential(), len(stream))
     ]
     top = np.concatenate(ranked) if ranked else np.empty((0, candidates), np.int64)
-    return top if filter_pairs is None else mask_pairs(top, structure(filter_pairs), k)
+    if filter_pairs is not None:
+        return mask_pairs(top, structure(filter_pairs), k)
+    return np.pad(top, ((0, 0), (0, k - candidates)), constant_values=-1)
 
 
 def evaluate_model(

@@ -17,7 +17,7 @@ from xmlc.data.batches import BatchStream
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
-from xmlc.errors import CheckpointError, DataError
+from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
 from xmlc.nn import Model, Problem
 
@@ -131,7 +131,10 @@ def load(run: str | Path, which: str = "best") -> Predictor:
 
     Raises:
         CheckpointError: There is no run or checkpoint, or it cannot be trusted.
+        ConfigError: ``which`` is neither.
     """
+    if which not in ("best", "latest"):
+        raise ConfigError(f"load: which must be best or latest, found {which!r}; choose one")
     folder = Path(run) / CHECKPOINTS
     if not folder.is_dir():
         raise CheckpointError(

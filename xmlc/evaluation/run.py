@@ -9,7 +9,7 @@ import numpy as np
 
 from xmlc.data import Dataset, open_dataset
 from xmlc.data.batches import BatchStream
-from xmlc.errors import DataError
+from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH, Progress, evaluate_model
 from xmlc.evaluation.predict import Predictor, load
 from xmlc.metrics import inverse_propensity
@@ -48,7 +48,10 @@ def evaluate_run(
     Raises:
         CheckpointError: There is no run, or it cannot be trusted.
         DataError: The data set does not fit the run.
+        ConfigError: ``which``, ``split`` or a propensity constant is out of range.
     """
+    if split not in ("test", "train"):
+        raise ConfigError(f"evaluate: split must be test or train, found {split!r}; choose one")
     predictor = load(run, which)
     trained_on = predictor.metadata["data"]
     source = data if data is not None else trained_on["source"]

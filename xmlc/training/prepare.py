@@ -57,8 +57,8 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
     feature_count = features.columns if isinstance(features, CsrRows) else features.shape[1]
     if feature_count == 0:
         raise DataError(
-            f"{dataset.name}: training needs at least one feature, found {dataset.kind} features of 0 columns; "
-            "check the files"
+            f"{dataset.name}: training needs at least one feature, found {dataset.kind} features of 0 "
+            "columns; check the files"
         )
 
     validation = BatchStream(features, split.labels, validation_rows, BATCH, training.seed)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: bars on stderr, and nothing where stderr is no terminal."""
+"""What a person sees of a run on stderr: a line for each epoch, and bars where stderr is a terminal."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Trainer:
                 f"training: the loss must stay finite, found {loss} at step {position.step}; lower "
                 f"output_optimizer.learning_rate ({config.output_optimizer.learning_rate}) or "
                 f"dense_optimizer.learning_rate ({config.dense_optimizer.learning_rate}), "
-                "or set training.clip_norm; the last checkpoint is whole"
+                "or set training.clip_norm; checkpoints written before are whole"
             )
         output = self.model.output
         if isinstance(output, SparseOutput) and self.policy.due(position.step):

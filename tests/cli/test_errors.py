@@ -1,0 +1,228 @@
+"""Bad input of every kind ends with one line on stderr, exit code 2, nothing on stdout and no traceback."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+Xmlc = Callable[..., Result]
+
+
+def refused(result: Result) -> str:
+    """Return the line that a refused command said."""
+    assert result.exit_code == 2, (result.exit_code, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("xmlc: ")
+    return line
+
+
+def usage(result: Result) -> str:
+    """Return the last line of a command that was called wrongly."""
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: ")
+    return result.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def train(xmlc: Xmlc, home: Path, tmp_path: Path) -> Callable[..., Result]:
+    def call(*flags: object, data: object = home / "dense data", out: object = tmp_path / "run") -> Result:
+        return xmlc("train", data, "--out", out, "--config", home / "config.toml", *flags)
+
+    return call
+
+
+# ---- called wrongly --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["train"], "Missing argument 'DATA'"),
+        (["train", "wordnet-mini"], "Missing option '--out'"),
+        (["train", "x", "--out", "y", "--preset", "icml"], "'icml' is not one of 'default', 'ecml23'"),
+        (["train", "x", "--out", "y", "--frobnicate"], "No such option"),
+        (["eval"], "Missing argument 'RUN'"),
+        (["eval", "x", "-k", "0"], "0 is not in the range"),
+        (["eval", "x", "-k", "1001"], "1001 is not in the range"),
+        (["eval", "x", "--split", "dev"], "'dev' is not one of"),
+        (["eval", "x", "--propensity-a", "much"], "'much' is not a valid float"),
+        (["predict", "x", "-k", "-1"], "-1 is not in the range"),
+        (["predict", "x", "no such file"], "'no such file': No such file or directory"),
+        (["predict", "x", "."], "Is a directory"),
+        (["data", "bogus"], "No such command 'bogus'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_call_is_answered_with_the_usage(arguments: list[str], words: str, xmlc: Xmlc) -> None:
+    assert words in usage(xmlc(*arguments))
+
+
+# ---- train -----------------------------------------------------------------------------------------------
+
+
+def test_data_that_are_nowhere(train: Callable[..., Result], tmp_path: Path) -> None:
+    line = refused(train(data="no-such-data"))
+    assert "no-such-data: must be a folder or the name of a known data set" in line
+    assert "wordnet-mini" in line
+    assert "must be a folder with a data set" in refused(train(data=tmp_path / "none"))
+
+
+def test_a_folder_without_data(train: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "must hold train.txt (XMC text), trn.json" in refused(train(data=tmp_path / "empty"))
+
+
+def test_a_file_in_place_of_data(train: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "must be a folder" in refused(train(data=tmp_path / "file"))
+
+
+def test_malformed_data_by_file_and_line(train: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text("2 3 4\n0 1:1\n0 7:1\n")
+    assert "train.txt:3: " in refused(train(data=tmp_path / "data"))
+
+
+def test_a_config_that_cannot_be_read(train: Callable[..., Result], tmp_path: Path) -> None:
+    assert "none.toml: the config must be a readable file" in refused(
+        train("--config", tmp_path / "none.toml")
+    )
+    (tmp_path / "bad.toml").write_text("[model\n")
+    assert "bad.toml: the config must be TOML" in refused(train("--config", tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.epochs", "--set must be SECTION.KEY=VALUE, found 'training.epochs'"),
+        ("training.epoch=1", "unknown key training.epoch; did you mean training.epochs?"),
+        ("training.epochs=0", "training.epochs: "),
+        ("model.fan_in=65", "model: fan_in must be at most width = 64, found 65"),
+    ],
+)
+def test_settings_that_cannot_be(override: str, words: str, train: Callable[..., Result]) -> None:
+    assert words in refused(train("--set", override))
+
+
+def test_a_loss_that_explodes(train: Callable[..., Result]) -> None:
+    line = refused(
+        train("--set", "output_optimizer.kind=sgd", "--set", "output_optimizer.learning_rate=1e30")
+    )
+    assert "the loss must stay finite" in line
+
+
+def test_two_starts(train: Callable[..., Result]) -> None:
+    assert "only one of config, preset and recipe" in refused(train("--preset", "ecml23"))
+
+
+def test_a_place_for_the_run_that_cannot_be(train: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/run"):
+        assert "the run folder must be writable" in refused(train(out=out))
+
+
+def test_a_folder_that_is_in_use(train: Callable[..., Result], tmp_path: Path, home: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    assert "a new run needs a new or empty folder" in refused(train(out=tmp_path / "full"))
+    assert "or continue that run with --resume" in refused(train(out=home / "dense run"))
+
+
+def test_a_resumption_that_does_not_fit(train: Callable[..., Result], home: Path, tmp_path: Path) -> None:
+    run = home / "dense run"
+    assert "--resume needs the folder of a run" in refused(train("--resume"))
+    changed = refused(train("--resume", "--set", "training.epochs=99", out=run))
+    assert "found training.epochs = 99 where it began with 6" in changed
+    assert "the run began on data with fingerprint" in refused(
+        train("--resume", data=home / "sparse data", out=run)
+    )
+
+
+def test_a_cache_that_cannot_be_written(
+    train: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XMLC_CACHE", str(tmp_path / "file"))
+    assert "set XMLC_CACHE to a folder that is" in refused(train())
+
+
+# ---- eval and predict ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["eval", "predict"])
+def test_a_run_that_is_none(verb: str, xmlc: Xmlc, tmp_path: Path) -> None:
+    assert "must be the folder of a run, found no checkpoints" in refused(xmlc(verb, tmp_path / "none"))
+    (tmp_path / "file").write_text("")
+    assert "must be the folder of a run" in refused(xmlc(verb, tmp_path / "file"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert "the run has no checkpoint yet" in refused(xmlc(verb, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("verb", ["eval", "predict"])
+def test_a_checkpoint_that_is_damaged(verb: str, xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{")
+    (folder.parent / "latest").write_text("step-1\n")
+    assert "manifest.json: must be JSON" in refused(xmlc(verb, tmp_path / "run"))
+
+
+def test_data_to_evaluate_that_do_not_fit(xmlc: Xmlc, home: Path) -> None:
+    run = home / "text run"
+    assert "the run takes text instances, found dense ones" in refused(xmlc("eval", run, home / "dense data"))
+    assert "must be a folder or the name of a known data set" in refused(xmlc("eval", run, "none"))
+    assert "propensity: a must be at least 0" in refused(xmlc("eval", run, "--propensity-a", "nan"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "words"),
+    [
+        ("text", b"good\ncaf\xe9\n", ":2: must be UTF-8 text"),
+        ("text", b"good\n{bad\n", ":2: a line that starts with { must be a JSON object"),
+        ("sparse", b"1:1\n1:x\n", ":2: must hold feature:value pairs"),
+        ("dense", b"[1]\n", ":1: must be a JSON list of 32 numbers"),
+    ],
+)
+def test_lines_that_do_not_fit(
+    kind: str, content: bytes, words: str, xmlc: Xmlc, home: Path, tmp_path: Path
+) -> None:
+    run = home / f"{kind} run"
+    assert words in refused(xmlc("predict", run, stdin=content))
+    (tmp_path / "lines").write_bytes(content)
+    assert f"{tmp_path / 'lines'}{words}" in refused(xmlc("predict", run, tmp_path / "lines"))
+
+
+def test_a_line_far_down_is_named_by_its_number(xmlc: Xmlc, home: Path) -> None:
+    result = xmlc("predict", home / "text run", "-k", 1, stdin=b"good\n" * 1500 + b"\xff\n")
+    assert result.exit_code == 2
+    assert ":1501: must be UTF-8" in result.stderr
+    assert len(result.stdout.splitlines()) == 1024  # what was answered before stays
+
+
+# ---- data ------------------------------------------------------------------------------------------------
+
+
+def test_data_that_have_to_be_fetched_say_from_where(xmlc: Xmlc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XMLC_DATA", raising=False)
+    line = refused(xmlc("data", "info", "bibtex"))
+    assert "its files are not part of xmlc and must lie in $XMLC_DATA/bibtex" in line
+
+
+def test_a_warning_is_a_line_on_stderr(xmlc: Xmlc, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text("1 3 4\n0,0 1:1\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = xmlc("data", "info", tmp_path / "data", "--json")
+    assert result.exit_code == 0
+    json.loads(result.stdout)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"xmlc: warning: {tmp_path / 'data'}: ")

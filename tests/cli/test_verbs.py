@@ -1,0 +1,254 @@
+"""Every verb in its ordinary use: results on stdout, nothing else there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import problems
+import pytest
+import runs
+from click.testing import Result
+
+from xmlc import __version__
+from xmlc.config import PRESETS, dump_config, load_config
+from xmlc.evaluation import load
+from xmlc.evaluation.run import evaluate_run, report_table
+
+Xmlc = Callable[..., Result]
+
+
+def ok(result: Result) -> str:
+    """Return stdout of a command that must have succeeded."""
+    assert result.exit_code == 0, result.stderr or result.exception
+    return result.stdout
+
+
+# ---- help ------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_verbs_in_the_order_of_use(xmlc: Xmlc) -> None:
+    text = ok(xmlc("--help"))
+    places = [text.index(f"\n  {verb} ") for verb in ("train", "eval", "predict", "data", "info")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("verb", ["train", "eval", "predict", "data", "info"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_verb_has_help(verb: str, flag: str, xmlc: Xmlc) -> None:
+    assert f" {verb} [OPTIONS]" in ok(xmlc(verb, flag)).splitlines()[0]
+
+
+def test_the_version_is_that_of_the_package(xmlc: Xmlc) -> None:
+    assert ok(xmlc("--version")).split() == ["xmlc,", "version", __version__]
+
+
+# ---- train -----------------------------------------------------------------------------------------------
+
+
+def test_train_makes_a_run_and_prints_its_folder(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a new run"
+    result = xmlc("train", home / "text data", "--out", run, "--config", home / "config.toml")
+    assert ok(result) == f"{run}\n"
+    runs.assert_same_run(run, home / "text run")
+
+
+def test_train_tells_of_every_epoch_on_stderr(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    result = xmlc("train", home / "text data", "--out", tmp_path / "run", "--config", home / "config.toml")
+    lines = result.stderr.splitlines()
+    assert [line.split()[:2] for line in lines] == [["epoch", f"{epoch}/6"] for epoch in range(1, 7)]
+    for word in ("loss", "P@1", "PSP@5", "MiB"):
+        assert word in lines[-1]
+
+
+def test_train_draws_no_bars_where_stderr_is_no_terminal(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    result = xmlc("train", home / "text data", "--out", tmp_path / "run", "--config", home / "config.toml")
+    assert "\r" not in result.stderr
+    assert "batch/s" not in result.stderr
+
+
+def test_settings_are_set_over_the_file(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    settings = ["--set", "training.epochs=1", "--set", "loss.kind=bce"]
+    ok(
+        xmlc(
+            "train",
+            home / "text data",
+            "--out",
+            tmp_path / "run",
+            "--config",
+            home / "config.toml",
+            *settings,
+        )
+    )
+    expected = load_config(home / "config.toml", ["training.epochs=1", "loss.kind=bce"])
+    assert load_config(tmp_path / "run" / "config.toml") == expected
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_start(preset: str, xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    small = ["model.width=64", "model.hidden=16", "model.fan_in=8", "training.epochs=1"]
+    flags = [word for override in small for word in ("--set", override)]
+    ok(xmlc("train", home / "dense data", "--out", tmp_path / "run", "--preset", preset, *flags))
+    assert load_config(tmp_path / "run" / "config.toml") == load_config(None, small, preset)
+
+
+def test_a_recipe_is_a_start(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    data = problems.write_folder(tmp_path / "data", "dense", train=60)
+    (data / "recipe.toml").write_text(dump_config(load_config(home / "config.toml", ["training.epochs=2"])))
+    ok(xmlc("train", data, "--out", tmp_path / "run", "--recipe", "--set", "training.seed=8"))
+    config = load_config(tmp_path / "run" / "config.toml")
+    assert (config.training.epochs, config.training.seed) == (2, 8)
+
+
+def test_the_paper_protocol_has_a_flag_that_names_the_test_set(
+    xmlc: Xmlc, home: Path, tmp_path: Path
+) -> None:
+    assert "TEST" in ok(xmlc("train", "--help"))
+    flags = ["--config", home / "config.toml", "--paper-protocol", "--set", "training.epochs=1"]
+    ok(xmlc("train", home / "text data", "--out", tmp_path / "run", *flags))
+    assert load_config(tmp_path / "run" / "config.toml").training.paper_protocol
+    assert not load_config(home / "text run" / "config.toml").training.paper_protocol
+
+
+def test_resume_finishes_a_run(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ok(xmlc("train", home / "text data", "--out", run, "--config", home / "config.toml"))
+    assert ok(xmlc("train", home / "text data", "--out", run, "--resume")) == f"{run}\n"
+    runs.assert_same_run(run, home / "text run")
+
+
+# ---- eval ------------------------------------------------------------------------------------------------
+
+
+def test_eval_prints_the_table_of_percent(xmlc: Xmlc, home: Path) -> None:
+    run = home / "text run"
+    assert ok(xmlc("eval", run)) == report_table(evaluate_run(run)) + "\n"
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_eval_prints_json_and_nothing_else(kind: str, xmlc: Xmlc, home: Path) -> None:
+    result = xmlc("eval", home / f"{kind} run", "--json")
+    assert json.loads(ok(result)) == evaluate_run(home / f"{kind} run")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["-k", "2"], {"k": 2}),
+        (["--checkpoint", "latest"], {"which": "latest"}),
+        (["--split", "train"], {"split": "train"}),
+        (["--propensity-a", "0.6", "--propensity-b", "2.6"], {"propensity_a": 0.6, "propensity_b": 2.6}),
+        (["--no-filter"], {"mask_filter_pairs": False}),
+        (["--deciles"], {"deciles": True}),
+    ],
+)
+def test_eval_passes_its_flags_on(flags: list[str], settings: dict[str, Any], xmlc: Xmlc, home: Path) -> None:
+    found = json.loads(ok(xmlc("eval", home / "text run", "--json", *flags)))
+    assert found == evaluate_run(home / "text run", **settings)
+
+
+def test_eval_takes_other_data(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    other = problems.write_folder(tmp_path / "other", "text", test=30)
+    assert json.loads(ok(xmlc("eval", home / "text run", other, "--json")))["instances"] == 30
+    assert "note: this is not the data set" in ok(xmlc("eval", home / "text run", other))
+
+
+# ---- predict ---------------------------------------------------------------------------------------------
+
+
+def lines_of(kind: str) -> list[str]:
+    features = problems.split(kind, 7, 5).features  # type: ignore[arg-type]
+    if kind == "text":
+        return list(features)
+    if kind == "dense":
+        return [json.dumps(row) for row in features.tolist()]
+    return [
+        " ".join(f"{column}:{value}" for column, value in enumerate(row) if value)
+        for row in features.toarray().tolist()
+    ]
+
+
+def expected(home: Path, kind: str, k: int) -> list[dict[str, Any]]:
+    predictions = load(home / f"{kind} run").predict(problems.split(kind, 7, 5).features, k)  # type: ignore[arg-type]
+    return [{"labels": [vars(prediction) for prediction in row]} for row in predictions]
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_predict_answers_every_line_of_stdin_with_a_line_of_json(kind: str, xmlc: Xmlc, home: Path) -> None:
+    content = "".join(f"{line}\n" for line in lines_of(kind)).encode()
+    result = xmlc("predict", home / f"{kind} run", "-k", 3, stdin=content)
+    assert [json.loads(line) for line in ok(result).splitlines()] == expected(home, kind, 3)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_predict_reads_a_file(kind: str, xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my lines.txt"
+    file.write_text("\n".join(lines_of(kind)))  # without a last line end
+    found = ok(xmlc("predict", home / f"{kind} run", file))
+    assert [json.loads(line) for line in found.splitlines()] == expected(home, kind, 5)
+
+
+def test_predict_reads_json_lines(xmlc: Xmlc, home: Path) -> None:
+    texts = lines_of("text")
+    records = [{"text": text} if row % 2 else {"title": text, "uid": row} for row, text in enumerate(texts)]
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    found = ok(xmlc("predict", home / "text run", stdin=content))
+    assert [json.loads(line) for line in found.splitlines()] == expected(home, "text", 5)
+
+
+def test_predict_keeps_empty_lines_and_answers_nothing_with_nothing(xmlc: Xmlc, home: Path) -> None:
+    assert len(ok(xmlc("predict", home / "text run", stdin=b"word1\n\nword2\n")).splitlines()) == 3
+    assert ok(xmlc("predict", home / "text run", stdin=b"")) == ""
+
+
+def test_predict_gives_all_labels_where_more_are_asked_for(xmlc: Xmlc, home: Path) -> None:
+    (line,) = ok(xmlc("predict", home / "text run", "-k", 10**12, stdin=b"word1\n")).splitlines()
+    assert len(json.loads(line)["labels"]) == problems.LABELS
+
+
+def test_predict_reads_more_lines_than_it_takes_at_once(xmlc: Xmlc, home: Path) -> None:
+    content = b"".join(b"word%d\n" % (number % 90) for number in range(2500))
+    assert len(ok(xmlc("predict", home / "text run", "-k", 1, stdin=content)).splitlines()) == 2500
+
+
+def test_predict_writes_names_as_they_are(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    data = problems.write_folder(tmp_path / "data", "text", train=60)
+    names = [json.dumps({"title": f"日本 {label}"}, ensure_ascii=False) for label in range(problems.LABELS)]
+    (data / "lbl.json").write_text("\n".join(names), encoding="utf-8")
+    flags = ["--config", home / "config.toml", "--set", "training.epochs=1"]
+    ok(xmlc("train", data, "--out", tmp_path / "run", *flags))
+    assert '"name": "日本 ' in ok(xmlc("predict", tmp_path / "run", stdin="日本\n".encode()))
+
+
+# ---- data and info ---------------------------------------------------------------------------------------
+
+
+def test_data_list_says_which_files_are_here(xmlc: Xmlc, tmp_path: Path, monkeypatch: Any) -> None:
+    def row(name: str) -> list[str]:
+        return next(line for line in ok(xmlc("data", "list")).splitlines() if line.startswith(name)).split()
+
+    monkeypatch.delenv("XMLC_DATA", raising=False)
+    assert row("wordnet-mini")[1] == "here"
+    assert row("bibtex")[1] == "-"
+    (tmp_path / "bibtex").mkdir()
+    monkeypatch.setenv("XMLC_DATA", str(tmp_path))
+    assert row("bibtex")[1] == "here"
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_data_info_describes_a_folder(kind: str, xmlc: Xmlc, home: Path) -> None:
+    facts = json.loads(ok(xmlc("data", "info", home / f"{kind} data", "--json")))
+    table = ok(xmlc("data", "info", home / f"{kind} data"))
+    assert facts["kind"] == kind
+    for name in facts:
+        assert name in table
+
+
+def test_info_says_what_is_in_use(xmlc: Xmlc) -> None:
+    text = ok(xmlc("info"))
+    for word in ("xmlc", "python", "torch", "machine", "CPU kernels", "(in use: ", "CUDA kernels"):
+        assert word in text
