@@ -17,7 +17,7 @@ def python(code: str, **environment: str) -> str:
     """Run code in a fresh interpreter and return its stdout."""
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
         check=True,

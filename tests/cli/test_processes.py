@@ -17,12 +17,12 @@ import pytest
 from xmlc.data import open_dataset
 from xmlc.training.trainer import train_into
 
-COMMAND = [sys.executable, "-m", "xmlc.cli"]
+COMMAND = [sys.executable, "-P", "-m", "xmlc.cli"]
 
 
 def python(code: str) -> str:
     """Run code in a fresh interpreter and return its stdout."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     return done.stdout
 
 

@@ -51,7 +51,7 @@ def test_the_former_instruction_set_comes_back() -> None:
 
 def import_with_isa(name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from xmlc import native; print(native.cpu.isa())"],
+        [sys.executable, "-P", "-c", "from xmlc import native; print(native.cpu.isa())"],
         env={**os.environ, "XMLC_ISA": name},
         capture_output=True,
         text=True,

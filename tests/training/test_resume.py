@@ -315,7 +315,7 @@ class Process:
     def __init__(self, folder: Path, config: Config, run: Path, *flags: str, file_bytes: int = -1) -> None:
         file = run.with_suffix(".toml")
         file.write_text(dump_config(config))
-        command = [sys.executable, "-m", "xmlc.cli", "train", str(folder), "--out", str(run)]
+        command = [sys.executable, "-P", "-m", "xmlc.cli", "train", str(folder), "--out", str(run)]
         command += ["--config", str(file), *flags]
 
         def limit() -> None:
