@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,12 @@ TINY = 2.0**-126
 """Smallest normal float32: what results that underflow may be off by."""
 ELEMENTARY = 8
 """Units of roundoff granted to exp and log1p."""
+FLUSHED = 2.0**-125
+"""Above exp(-87), below which exp may be 0."""
+FAR, RUN = 40, 64
+"""Of a sum of exp: how far a logit may exceed the reference, and labels that are added in float32."""
+NORMALISED = ("softmax", "decoupled_softmax")
+"""Losses of an instance's positives against the sum over its labels."""
 
 
 def gamma(roundings: float | Tensor) -> float | Tensor:
@@ -206,11 +213,47 @@ def targets(problem: Problem, dtype: torch.dtype = torch.float64) -> Tensor:
     return target
 
 
-def pointwise_loss(loss: str, logit: Tensor, target: Tensor) -> Tensor:
-    """Return the loss of each logit."""
+def log_sum(loss: str, logit: Tensor, target: Tensor) -> Tensor:
+    """Return log sum exp of each instance's logits [batch]: over all labels, or over its negatives."""
+    if loss == "decoupled_softmax":
+        logit = torch.where(target > 0, -torch.inf, logit)
+    return logit.logsumexp(0)
+
+
+def losses(loss: str, logit: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of each logit [label, batch]; of a softmax loss, 0 for negatives."""
+    zero = torch.zeros_like(logit)
     if loss == "squared_hinge":
         return torch.clamp(1.0 - target * logit, min=0.0) ** 2
-    return torch.logaddexp(torch.zeros_like(logit), -target * logit)
+    if loss == "bce":
+        return torch.logaddexp(zero, -target * logit)
+    value = log_sum(loss, logit, target) - logit
+    if loss == "decoupled_softmax":  # log(exp(z) + N) - z = log(1 + exp(log N - z))
+        value = torch.logaddexp(zero, value)
+    return torch.where(target > 0, value, zero)
+
+
+def factors(
+    loss: str, target: Tensor, positive_weight: Tensor | None, share_positives: bool = False
+) -> Tensor:
+    """Return [label, batch]: the label's positive weight on positives, else 1.
+
+    A softmax loss with shared positives divides it by the number of the instance's positives.
+    """
+    positive = target > 0
+    factor = torch.ones_like(target)
+    if positive_weight is not None:
+        factor = torch.where(positive, positive_weight.to(target.dtype)[:, None], factor)
+    if loss in NORMALISED and share_positives:
+        factor = torch.where(positive, factor / positive.sum(0), factor)
+    return factor
+
+
+def total_loss(
+    loss: str, logit: Tensor, target: Tensor, positive_weight: Tensor | None, share_positives: bool
+) -> Tensor:
+    """Return sum(factor * loss) of logits [label, batch], in their dtype."""
+    return (factors(loss, target, positive_weight, share_positives) * losses(loss, logit, target)).sum()
 
 
 def batch_loss(
@@ -222,18 +265,12 @@ def batch_loss(
     loss: str,
     scale: float,
     positive_weight: Tensor | None,
+    share_positives: bool = False,
 ) -> Tensor:
     """Return scale * sum(factor * loss) as a function of features, weight and bias, in their dtype."""
     logit = logits(features, weight, problem.indices, bias, problem.group_size)
     target = targets(problem, logit.dtype)
-    return (scale * factors(target, positive_weight) * pointwise_loss(loss, logit, target)).sum()
-
-
-def factors(target: Tensor, positive_weight: Tensor | None) -> Tensor:
-    """Return [label, batch]: the label's positive weight on positives, else 1."""
-    if positive_weight is None:
-        return torch.ones_like(target)
-    return torch.where(target > 0, positive_weight.to(target.dtype)[:, None], torch.ones_like(target))
+    return scale * total_loss(loss, logit, target, positive_weight, share_positives)
 
 
 @dataclass(frozen=True)
@@ -246,15 +283,13 @@ class Gradients:
     bias: Tensor  # [label]
 
 
-def gradients(
-    problem: Problem, *, loss: str, scale: float, positive_weight: Tensor | None, dtype: torch.dtype
-) -> Gradients:
-    """Return loss and gradients by dense algebra and autograd in this dtype."""
+def gradients(problem: Problem, *, dtype: torch.dtype, **of_loss: Any) -> Gradients:
+    """Return loss and gradients by dense algebra and autograd in this dtype; `batch_loss` takes the rest."""
     leaves = [
         value.detach().to(dtype, copy=True).requires_grad_()
         for value in (problem.features, problem.weight, problem.bias)
     ]
-    value = batch_loss(problem, *leaves, loss=loss, scale=scale, positive_weight=positive_weight)
+    value = batch_loss(problem, *leaves, **of_loss)
     return Gradients(value.detach(), *torch.autograd.grad(value, leaves))
 
 
@@ -289,7 +324,12 @@ def contraction_bounds(problem: Problem, gradient: Tensor, error: Tensor) -> tup
 
 
 def gradient_bounds(
-    problem: Problem, *, loss: str, scale: float, positive_weight: Tensor | None
+    problem: Problem,
+    *,
+    loss: str,
+    scale: float,
+    positive_weight: Tensor | None,
+    share_positives: bool = False,
 ) -> Gradients:
     """Return how far a float32 evaluation of `gradients` may be off.
 
@@ -300,25 +340,74 @@ def gradient_bounds(
     features, weight, bias = (value.double() for value in (problem.features, problem.weight, problem.bias))
     logit = logits(features, weight, problem.indices, bias, problem.group_size)
     target = targets(problem)
-    factor = scale * factors(target, positive_weight)
+    factor = factors(loss, target, positive_weight, share_positives)
     off = logits_bound(problem)
+    value = losses(loss, logit, target)
     if loss == "squared_hinge":
         slack = torch.clamp(1.0 - target * logit, min=0.0)
         off_margin = off + UNIT * (1.0 + logit.abs())
         off_slack = torch.where(1.0 - target * logit + off_margin > 0, off_margin, 0.0)
-        value, gradient = slack**2, 2.0 * slack
         off_value = (2.0 * slack + off_slack) * off_slack + gamma(4) * value
-        off_gradient = 2.0 * off_slack + gamma(4) * gradient
+        gradient = factor * 2.0 * slack
+        off_gradient = factor * 2.0 * off_slack + gamma(4) * gradient
+    elif loss == "bce":
+        slope = torch.sigmoid(-target * logit)
+        off_value = softplus_bound(slope, off) + gamma(ELEMENTARY) * value
+        gradient = factor * slope
+        off_gradient = factor * sigmoid_bound(slope, off) + gamma(ELEMENTARY) * gradient
     else:
-        value = pointwise_loss(loss, logit, target)
-        gradient = torch.sigmoid(-target * logit)
-        off_value = torch.minimum(off, gradient * off.exp() * off) + gamma(ELEMENTARY) * value
-        off_gradient = torch.minimum(off / 4, gradient * off.exp() * off) + gamma(ELEMENTARY) * gradient
-    roundings = max(logit.shape)
-    loss_bound = (factor * off_value).sum() + gamma(roundings) * (factor * value).sum() + TINY
-    return Gradients(
-        loss_bound, *contraction_bounds(problem, factor * gradient, factor * off_gradient + TINY)
-    )
+        off_value, gradient, off_gradient = _normalised_bounds(loss, logit, off, target, factor)
+    terms = value + off_value > 0
+    roundings = max(int(terms.sum(axis).max()) for axis in (0, 1))
+    loss_bound = scale * ((factor * off_value).sum() + gamma(roundings) * (factor * value).sum()) + TINY
+    return Gradients(loss_bound, *contraction_bounds(problem, scale * gradient, scale * off_gradient + TINY))
+
+
+def softplus_bound(sigmoid: Tensor, off: Tensor) -> Tensor:
+    """Return how far log(1 + exp(u)) may move with u, off by ``off``; its slope is sigmoid(u)."""
+    return torch.minimum(off, sigmoid * off.exp() * off)
+
+
+def sigmoid_bound(sigmoid: Tensor, off: Tensor) -> Tensor:
+    """Return how far sigmoid(u) may move with u, off by ``off``."""
+    return torch.minimum(off / 4, sigmoid * off.exp() * off)
+
+
+def _normalised_bounds(
+    loss: str, logit: Tensor, off: Tensor, target: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bound of a softmax loss [label, batch], its gradient and the bound of that.
+
+    The gradient is A exp(z - S), S the `log_sum`, minus the pull w (or w sigmoid(S - z)) of a positive,
+    where A is the sum of the instance's pulls. S is off with its logits, by the roundings of exp at
+    arguments up to `FAR`, of a run of float32 additions, and its own; z - (S - log A) is rounded, too.
+    """
+    positive = target > 0
+    total = log_sum(loss, logit, target)  # -inf without negatives
+    in_sum = ~positive if loss == "decoupled_softmax" else torch.ones_like(positive)
+    moved = torch.where(in_sum, logit + off, -torch.inf).logsumexp(0) - total
+    off_total = (moved + gamma(ELEMENTARY + FAR + RUN) + UNIT * total.abs()).nan_to_num(0.0)
+    above = total - logit
+    off_above = off + off_total + UNIT * above.abs().clamp_max(100.0)  # exp(-100) is nothing
+    if loss == "softmax":
+        pull, off_pull = torch.ones_like(logit), torch.zeros_like(logit)
+        off_value = off_above + gamma(ELEMENTARY) * above.abs()
+    else:
+        pull = torch.sigmoid(above)
+        off_pull = sigmoid_bound(pull, off_above)
+        value = torch.logaddexp(torch.zeros_like(above), above)
+        off_value = softplus_bound(pull, off_above) + gamma(ELEMENTARY) * value
+    weight = torch.where(positive, factor, 0.0)
+    pull, off_pull = weight * pull, weight * off_pull
+    strength = pull.sum(0)
+    offset = total - strength.log()
+    off_exponent = off + off_total + off_pull.sum(0) / strength
+    off_exponent = off_exponent + UNIT * (offset.abs() + (logit - offset).abs())
+    pushed = in_sum & (strength > 0)
+    push = torch.where(pushed, (logit - offset).exp(), 0.0)
+    off_push = torch.where(pushed, push * off_exponent.expm1(), 0.0)
+    rounded = gamma(ELEMENTARY) * (push + pull) + (1.0 + weight) * FLUSHED
+    return torch.where(positive, off_value, 0.0), push - pull, off_push + off_pull + rounded
 
 
 class DenseOptimizer:

@@ -124,6 +124,7 @@ def config(**sections: dict[str, Any]) -> Config:
         "loss": {
             "kind": "squared_hinge",
             "reduction": "sum",
+            "gradient_cutoff": 0.0,
             "positive_weight": 1.0,
             "positive_weight_propensity": False,
         },

@@ -61,6 +61,7 @@ def test_nested_settings_are_taken_like_a_file() -> None:
         ("training.epochs=3", "training", "epochs", 3),
         ("output_optimizer.learning_rate=1e-3", "output_optimizer", "learning_rate", 1e-3),
         ("loss.kind=bce", "loss", "kind", "bce"),
+        ("loss.kind=decoupled_softmax", "loss", "kind", "decoupled_softmax"),
         ('loss.kind="bce"', "loss", "kind", "bce"),
         ("text.word_ngrams=[1, 2]", "text", "word_ngrams", (1, 2)),
         ("training.tensorboard=true", "training", "tensorboard", True),
@@ -145,7 +146,13 @@ def test_a_key_that_is_no_string_is_unknown() -> None:
         ("training.threads=1000000000", ["training.threads", "less than or equal to 1024"]),
         ("training.epochs=2.5", ["training.epochs", "integer", "found 2.5"]),
         ("training.epochs=", ["training.epochs", "integer", "found ''"]),
-        ("loss.kind=ce", ["loss.kind", "'squared_hinge' or 'bce'", "found 'ce'"]),
+        (
+            "loss.kind=ce",
+            ["loss.kind", "'squared_hinge', 'bce', 'softmax' or 'decoupled_softmax'", "found 'ce'"],
+        ),
+        ("loss.gradient_cutoff=-1", ["loss.gradient_cutoff", "greater than or equal to 0", "found -1"]),
+        ("loss.gradient_cutoff=nan", ["loss.gradient_cutoff", "found nan"]),
+        ("loss.gradient_cutoff=inf", ["loss.gradient_cutoff", "found inf"]),
         ("model.group_size=8", ["model.group_size", "1, 16, 32 or 64", "found 8"]),
         ("model.bias_init=x", ["model.bias_init:", "number", "'auto'", "found 'x'"]),
         ("model.bias_init=nan", ["model.bias_init:", "finite", "found nan"]),
@@ -240,7 +247,7 @@ def test_ecml23_is_the_recipe_of_the_paper() -> None:
     assert (model.bias_init, model.penultimate_init) == (0.0, "glorot")  # Keras' defaults
     assert (model.input_dropout, model.hidden_dropout, model.hidden_activation) == (0.1, 0.0, "none")
     assert (loss.kind, loss.reduction, loss.positive_weight) == ("squared_hinge", "mean", 1.0)
-    assert not loss.positive_weight_propensity
+    assert not loss.positive_weight_propensity and loss.gradient_cutoff == 0.0
     for optimizer in (config.output_optimizer, config.dense_optimizer):
         assert (optimizer.kind, optimizer.learning_rate, optimizer.weight_decay) == ("adam", 1e-3, 0.0)
         assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.999, 1e-7)

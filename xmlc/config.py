@@ -91,7 +91,7 @@ class ModelConfig(Section):
     """Of the sparse output layer: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras
     gives a flat tensor."""
     bias_init: FiniteFloat | Literal["auto"] = "auto"
-    """auto: -1 for squared hinge (negatives start at loss 0); the log-odds of the label's share for bce."""
+    """auto: -1 for squared hinge (negatives start at loss 0), else the log-odds of the label's share."""
     penultimate_init: Literal["he", "glorot"] = "he"
     """N(0, 2/hidden); or U(+-sqrt(6/(hidden+width)))."""
     input_dropout: UnitInterval = 0.2
@@ -111,10 +111,15 @@ class ModelConfig(Section):
 class LossConfig(Section):
     """Loss of one logit, and how the logits of an instance are combined."""
 
-    kind: Literal["squared_hinge", "bce"] = "squared_hinge"
-    """max(0, 1 - target * logit)^2 with targets -1 and +1, or binary cross-entropy with logits."""
+    kind: Literal["squared_hinge", "bce", "softmax", "decoupled_softmax"] = "squared_hinge"
+    """max(0, 1 - target * logit)^2 with targets -1 and +1; binary cross-entropy with logits; the
+    cross-entropy of each positive against all labels; or of each against itself and the negatives."""
     reduction: Literal["sum", "mean"] = "sum"
-    """Over labels: their sum or their mean. Over the batch it is always the mean."""
+    """Over labels: their sum or their mean; of the softmax losses over the instance's positives. Over the
+    batch it is always the mean."""
+    gradient_cutoff: NonNegativeFloat = 0.0
+    """A label whose logit gradients (before the reduction's factor) are at most this for all instances of a
+    batch tile skips its backward work there; 0 is exact. Of the sparse output layer."""
     positive_weight: PositiveFloat = 1.0
     """Factor on the loss of every positive."""
     positive_weight_propensity: bool = False
@@ -265,6 +270,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {
             "kind": "squared_hinge",
             "reduction": "mean",
+            "gradient_cutoff": 0.0,
             "positive_weight": 1.0,
             "positive_weight_propensity": False,
         },

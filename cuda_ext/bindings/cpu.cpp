@@ -136,10 +136,11 @@ PYBIND11_MODULE(_cpu, m) {
       "fused_step",
       [](const Layer& layer, Address features, Address feature_gradient, Address pair_label,
          Address pair_instance, std::int64_t pair, Address positive_weight, std::int64_t batch,
-         const std::string& loss, double scale, const std::string& optimizer_kind, double learning_rate,
-         double weight_decay, double momentum, double beta1, double beta2, double eps, std::int64_t step,
-         Address weight_first, Address weight_second, Address bias_first, Address bias_second,
-         std::uint64_t seed, Address loss_sum, int threads, Address workspace) {
+         const std::string& loss, double scale, bool share_positives, double gradient_cutoff,
+         const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum,
+         double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
+         Address weight_second, Address bias_first, Address bias_second, std::uint64_t seed, Address loss_sum,
+         int threads, Address workspace) {
         const FusedStepArguments a{
             layer,
             at<const float>(features),
@@ -149,8 +150,13 @@ PYBIND11_MODULE(_cpu, m) {
             at<const float>(positive_weight),
             batch,
             pair,
-            named<Loss>(loss, {{"squared_hinge", Loss::kSquaredHinge}, {"bce", Loss::kBce}}),
+            named<Loss>(loss, {{"squared_hinge", Loss::kSquaredHinge},
+                               {"bce", Loss::kBce},
+                               {"softmax", Loss::kSoftmax},
+                               {"decoupled_softmax", Loss::kDecoupledSoftmax}}),
             static_cast<float>(scale),
+            share_positives,
+            static_cast<float>(gradient_cutoff),
             optimizer(optimizer_kind, learning_rate, weight_decay, momentum, beta1, beta2, eps, step),
             at<float>(weight_first),
             at<float>(weight_second),
@@ -163,10 +169,11 @@ PYBIND11_MODULE(_cpu, m) {
       },
       py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("feature_gradient"),
       py::arg("pair_label"), py::arg("pair_instance"), py::arg("pair"), py::arg("positive_weight"),
-      py::arg("batch"), py::arg("loss"), py::arg("scale"), py::arg("optimizer"), py::arg("learning_rate"),
-      py::arg("weight_decay"), py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-      py::arg("step"), py::arg("weight_first"), py::arg("weight_second"), py::arg("bias_first"),
-      py::arg("bias_second"), py::arg("seed"), py::arg("loss_sum"), py::arg("threads"), py::arg("workspace"));
+      py::arg("batch"), py::arg("loss"), py::arg("scale"), py::arg("share_positives"),
+      py::arg("gradient_cutoff"), py::arg("optimizer"), py::arg("learning_rate"), py::arg("weight_decay"),
+      py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"),
+      py::arg("weight_first"), py::arg("weight_second"), py::arg("bias_first"), py::arg("bias_second"),
+      py::arg("seed"), py::arg("loss_sum"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "top_labels",
       [](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,

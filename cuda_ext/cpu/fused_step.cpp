@@ -4,6 +4,9 @@
 // among threads: a tile's feature gradient has one owner that adds the blocks in order, and its weight
 // gradient has a buffer of its own that the update adds in the order of tiles. So no sum depends on the
 // number of threads.
+#include <cfloat>
+#include <cmath>
+
 #include "ops.h"
 #include "parallel.h"
 #include "workspace.h"
@@ -27,7 +30,44 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   s.active = workspace.take<std::uint8_t>(s.tiling.tiles * s.block_labels);
   s.loss = workspace.take<double>(s.tiling.tiles);
   s.rows = workspace.take<float>(threads * 4 * s.padded_fan_in);
+  const std::int64_t lanes = is_normalised(a.loss) ? s.tiling.tiles * s.tiling.width : 0;
+  s.reference = workspace.take<float>(lanes);
+  s.exponentials = workspace.take<double>(lanes);
+  s.log_sum = workspace.take<float>(lanes);
+  s.factor = workspace.take<float>(lanes);
+  s.share = workspace.take<float>(lanes);
+  s.pair_logit = workspace.take<float>(lanes > 0 ? a.pair : 0);
   return s;
+}
+
+// From the sums of the first pass to what the gradient pass needs of each instance; returns the loss.
+// The formulas stand in loss.h.
+double normalise(const FusedStepArguments& a, const FusedScratch& s) {
+  const std::int64_t lanes = s.tiling.tiles * s.tiling.width;
+  std::fill(s.share, s.share + lanes, 0.0f);
+  for (std::int64_t pair = 0; pair < a.pair; ++pair) s.share[a.pair_instance[pair]] += 1.0f;
+  for (std::int64_t i = 0; i < lanes; ++i) {
+    s.share[i] = a.share_positives && s.share[i] > 0.0f ? 1.0f / s.share[i] : 1.0f;
+    s.log_sum[i] = static_cast<float>(static_cast<double>(s.reference[i]) + std::log(s.exponentials[i]));
+    s.exponentials[i] = 0.0;  // from here on the sum that makes the factor
+  }
+  double loss = 0.0;
+  for (std::int64_t pair = 0; pair < a.pair; ++pair) {
+    const std::int32_t instance = a.pair_instance[pair];
+    const double label_weight = a.positive_weight == nullptr ? 1.0 : a.positive_weight[a.pair_label[pair]];
+    const double weight = label_weight * static_cast<double>(s.share[instance]);
+    const double u = static_cast<double>(s.log_sum[instance]) - static_cast<double>(s.pair_logit[pair]);
+    if (a.loss == Loss::kSoftmax) {
+      loss += weight * u;
+      s.exponentials[instance] += weight;
+    } else {  // log(1 + exp(u)) and sigmoid(u)
+      const double e = std::exp(-std::abs(u));
+      loss += weight * (std::max(u, 0.0) + std::log1p(e));
+      s.exponentials[instance] += weight * (u < 0.0 ? e : 1.0) / (1.0 + e);
+    }
+  }
+  for (std::int64_t i = 0; i < lanes; ++i) s.factor[i] = static_cast<float>(s.exponentials[i]);
+  return loss * static_cast<double>(a.scale);
 }
 
 }  // namespace
@@ -48,6 +88,19 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
       std::memset(scratch.feature_gradient + tile * tile_floats, 0,
                   static_cast<std::size_t>(tile_floats) * sizeof(float));
       scratch.loss[tile] = 0.0;
+    }
+    if (is_normalised(a.loss)) {
+      std::fill(scratch.reference + own.first * tiling.width, scratch.reference + own.last * tiling.width,
+                -FLT_MAX);
+      std::fill(scratch.exponentials + own.first * tiling.width,
+                scratch.exponentials + own.last * tiling.width, 0.0);
+      for (std::int64_t first = 0; first < groups; first += scratch.block_groups)
+        for (std::int64_t tile = own.first; tile < own.last; ++tile)
+          isa.fused_normaliser(a, scratch, rows, {first, std::min(first + scratch.block_groups, groups)},
+                               tile);
+      barrier.wait();
+      if (thread == 0) scratch.loss[0] = normalise(a, scratch);
+      barrier.wait();
     }
     for (std::int64_t first = 0; first < groups; first += scratch.block_groups) {
       const GroupRange block{first, std::min(first + scratch.block_groups, groups)};

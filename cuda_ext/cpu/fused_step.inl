@@ -3,46 +3,88 @@
 // For a block and a tile of the batch: logits by gather, loss and logit gradient, then (only where some
 // gradient is not exactly zero) scatter into the feature gradient and dot into the tile's own weight
 // gradient. When all tiles have passed, the block's weights are updated. The rows that the gather brought
-// in are still in the first-level cache when scatter and dot need them.
+// in are still in the first-level cache when scatter and dot need them. The normalised losses take one pass
+// before this one, for the sum over all labels of each instance.
+#include <cmath>
+
 #include "gather.h"
 #include "xmlc/rounding.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
 
+// The positives of one tile, read in the rising order of labels: like a merge, each pair once.
+template <int kVectors>
+struct Positives {
+  const FusedStepArguments& a;
+  std::int64_t first_instance;
+  std::int64_t pair;  // next pair
+
+  Positives(const FusedStepArguments& arguments, std::int64_t instance, std::int64_t label)
+      : a(arguments), first_instance(instance) {
+    std::int64_t low = 0, high = a.pair;  // binary search for the label's first pair
+    while (low < high) {
+      const std::int64_t middle = (low + high) / 2;
+      if (a.pair_label[middle] < label)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    pair = low;
+  }
+
+  // Calls visit(lane, pair) for the label's positives in this tile.
+  template <class Visit>
+  XMLC_INLINE void for_label(std::int64_t label, const Visit& visit) {
+    while (pair < a.pair && a.pair_label[pair] < label) ++pair;
+    for (; pair < a.pair && a.pair_label[pair] == label; ++pair) {
+      const std::int64_t lane = a.pair_instance[pair] - first_instance;
+      if (lane >= 0 && lane < kVectors * kLanes) visit(lane, pair);
+    }
+  }
+
+  // Targets +-1 of one label; false if it has no positive in this tile.
+  XMLC_INLINE bool read(std::int64_t label, float (&target)[kVectors * kLanes]) {
+    bool found = false;
+    for_label(label, [&](std::int64_t lane, std::int64_t) {
+      if (!found)
+        for (float& t : target) t = -1.0f;
+      found = true;
+      target[lane] = 1.0f;
+    });
+    return found;
+  }
+};
+
 template <int kVectors, class Index, class Weight, class LossFunction>
 struct FusedTilePass {
   const FusedStepArguments& a;
   const FusedScratch& scratch;
   float* rows;
-  std::int64_t tile, first_instance, first_label;  // first label of the block
-  const std::int32_t* pair;                        // next pair of the block
-  const std::int32_t* pair_end;
+  std::int64_t tile, first_label;  // first label of the block
+  Positives<kVectors> positives;
   Float scale[kVectors] = {};  // the factor on loss and gradient; zero beyond the batch
+  Float cutoff = Float(0.0f);
   Float loss = Float(0.0f);
   double loss_sum = 0.0;
 
-  // Targets +-1 and weights of the positives of one label; false if it has none in this tile.
-  // Labels come in rising order, so the pairs are read once, like a merge.
-  bool read_positives(std::int64_t label, float (&target)[kVectors * kLanes]) {
-    while (pair < pair_end && *pair < label) ++pair;
-    bool found = false;
-    for (const std::int32_t* at = pair; at < pair_end && *at == label; ++at) {
-      const std::int64_t lane = a.pair_instance[at - a.pair_label] - first_instance;
-      if (lane < 0 || lane >= kVectors * kLanes) continue;
-      if (!found)
-        for (float& t : target) t = -1.0f;
-      found = true;
-      target[lane] = 1.0f;
-    }
-    return found;
-  }
-
-  // Loss and scaled gradient of one label's logits.
-  void evaluate(std::int64_t label, const Float (&logit)[kVectors], Float (&gradient)[kVectors]) {
+  // Scaled gradient of one label's logits, and its loss unless the driver has it.
+  XMLC_INLINE void evaluate(std::int64_t label, const Float (&logit)[kVectors], Float (&gradient)[kVectors]) {
     float targets[kVectors * kLanes];
-    if (read_positives(label, targets)) {
-      const float weight = a.positive_weight == nullptr ? 1.0f : a.positive_weight[label];
+    const bool found = positives.read(label, targets);
+    const float weight = !found || a.positive_weight == nullptr ? 1.0f : a.positive_weight[label];
+    if constexpr (LossFunction::kNormalised) {
+      const std::int64_t first = tile * kVectors * kLanes;
+      for (int v = 0; v < kVectors; ++v) {
+        const Float log_sum = load(scratch.log_sum + first + v * kLanes);
+        const Float factor = load(scratch.factor + first + v * kLanes);
+        gradient[v] = scale[v] * factor * exponential(logit[v] - log_sum);
+        if (!found) continue;
+        const Float share = load(scratch.share + first + v * kLanes);
+        const Float value = LossFunction::positive_gradient(logit[v], Float(weight) * share, log_sum, factor);
+        gradient[v] = select(Float(0.0f) < load(targets + v * kLanes), scale[v] * value, gradient[v]);
+      }
+    } else if (found) {
       for (int v = 0; v < kVectors; ++v) {
         const Float target = load(targets + v * kLanes);
         const auto value = LossFunction::evaluate(logit[v], target);
@@ -79,7 +121,7 @@ struct FusedTilePass {
     bool active = false;
     for (int r = 0; r < kLabels; ++r) {
       evaluate(label + r, logit[r], gradient[r]);
-      for (int v = 0; v < kVectors; ++v) active |= any_nonzero(gradient[r][v]);
+      for (int v = 0; v < kVectors; ++v) active |= any_beyond(gradient[r][v], cutoff);
       bias_gradient[r] = gradient[r][0];
       for (int v = 1; v < kVectors; ++v) bias_gradient[r] = bias_gradient[r] + gradient[r][v];
     }
@@ -99,27 +141,13 @@ template <int kVectors, class Index, class Weight, class LossFunction>
 void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
                    std::int64_t tile) {
   const std::int64_t first_label = block.first * a.layer.group_size;
-  // Binary search for the block's first pair.
-  std::int64_t low = 0, high = a.pair;
-  while (low < high) {
-    const std::int64_t middle = (low + high) / 2;
-    if (a.pair_label[middle] < first_label)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  FusedTilePass<kVectors, Index, Weight, LossFunction> pass{a,
-                                                            scratch,
-                                                            rows,
-                                                            tile,
-                                                            tile * scratch.tiling.width,
-                                                            first_label,
-                                                            a.pair_label + low,
-                                                            a.pair_label + a.pair};
+  const std::int64_t first_instance = tile * scratch.tiling.width;
+  FusedTilePass<kVectors, Index, Weight, LossFunction> pass{
+      a, scratch, rows, tile, first_label, Positives<kVectors>(a, first_instance, first_label)};
+  pass.cutoff = Float(a.gradient_cutoff * a.scale);
   for (int v = 0; v < kVectors; ++v) {
     float factor[kLanes];
-    for (int i = 0; i < kLanes; ++i)
-      factor[i] = pass.first_instance + v * kLanes + i < a.batch ? a.scale : 0.0f;
+    for (int i = 0; i < kLanes; ++i) factor[i] = first_instance + v * kLanes + i < a.batch ? a.scale : 0.0f;
     pass.scale[v] = load(factor);
   }
   // Lanes add up in float32 over a few labels only, then in float64.
@@ -139,10 +167,109 @@ void fused_tile(const FusedStepArguments& a, const FusedScratch& scratch, float*
     using Index = typename decltype(index)::type;
     using Weight = typename decltype(weight)::type;
     constexpr int kVectors = decltype(vectors)::value;
-    if (a.loss == Loss::kSquaredHinge)
-      fused_tile_of<kVectors, Index, Weight, SquaredHinge>(a, scratch, rows, block, tile);
-    else
-      fused_tile_of<kVectors, Index, Weight, Bce>(a, scratch, rows, block, tile);
+    switch (a.loss) {
+      case Loss::kSquaredHinge:
+        return fused_tile_of<kVectors, Index, Weight, SquaredHinge>(a, scratch, rows, block, tile);
+      case Loss::kBce:
+        return fused_tile_of<kVectors, Index, Weight, Bce>(a, scratch, rows, block, tile);
+      case Loss::kSoftmax:
+        return fused_tile_of<kVectors, Index, Weight, Softmax>(a, scratch, rows, block, tile);
+      case Loss::kDecoupledSoftmax:
+        return fused_tile_of<kVectors, Index, Weight, DecoupledSoftmax>(a, scratch, rows, block, tile);
+    }
+  });
+}
+
+// First pass of the normalised losses: the sum of exp(logit - reference) of each instance, and the logits of
+// its positives. The reference rises only when a logit is far above it, so that one exponential per logit
+// does.
+template <int kVectors, class Index, class Weight>
+struct NormaliserPass {
+  const FusedStepArguments& a;
+  const FusedScratch& scratch;
+  float* rows;
+  std::int64_t tile;
+  Positives<kVectors> positives;
+  Float reference[kVectors], sum[kVectors];
+
+  // Adds the sums to the totals in float64.
+  void flush() {
+    double* total = scratch.exponentials + tile * kVectors * kLanes;
+    for (int v = 0; v < kVectors; ++v) {
+      float lanes[kLanes];
+      store(lanes, sum[v]);
+      for (int i = 0; i < kLanes; ++i) total[v * kLanes + i] += static_cast<double>(lanes[i]);
+      sum[v] = Float(0.0f);
+    }
+  }
+
+  // Raises the references of one register to the logits above them.
+  void raise(int v, const Float& logit) {
+    flush();
+    float old[kLanes], next[kLanes];
+    double* total = scratch.exponentials + (tile * kVectors + v) * kLanes;
+    store(old, reference[v]);
+    store(next, larger(logit, reference[v]));
+    for (int i = 0; i < kLanes; ++i)
+      total[i] *= std::exp(static_cast<double>(old[i]) - static_cast<double>(next[i]));
+    reference[v] = load(next);
+  }
+
+  template <int kLabels>
+  XMLC_INLINE void run(std::int64_t group, std::int64_t label) {
+    const Layer& layer = a.layer;
+    const Index* indices = static_cast<const Index*>(layer.indices) + group * layer.fan_in;
+    std::int64_t stride;
+    const float* weight = weight_rows<kLabels>(
+        static_cast<const Weight*>(layer.weight) + label * layer.fan_in, layer.fan_in, rows, stride);
+    Float logit[kLabels][kVectors];
+    for (int r = 0; r < kLabels; ++r)
+      for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
+    gather(scratch.features + tile * scratch.tiling.input * scratch.tiling.width, indices, layer.fan_in,
+           weight, stride, logit);
+    for (int r = 0; r < kLabels; ++r) {
+      positives.for_label(label + r, [&](std::int64_t lane, std::int64_t pair) {
+        float lanes[kLanes];
+        Float& z = logit[r][lane / kLanes];
+        store(lanes, z);
+        scratch.pair_logit[pair] = lanes[lane % kLanes];
+        if (a.loss != Loss::kDecoupledSoftmax) return;
+        lanes[lane % kLanes] = -HUGE_VALF;  // the sum is that of the negatives
+        z = load(lanes);
+      });
+      for (int v = 0; v < kVectors; ++v) {
+        constexpr float kFarAbove = 40.0f;  // exp(40) times many labels is still far from overflow
+        if (any(reference[v] + Float(kFarAbove) < logit[r][v])) raise(v, logit[r][v]);
+        sum[v] = sum[v] + exponential(logit[r][v] - reference[v]);
+      }
+    }
+  }
+};
+
+template <int kVectors, class Index, class Weight>
+void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratch, float* rows,
+                         GroupRange block, std::int64_t tile) {
+  const std::int64_t first = tile * scratch.tiling.width;
+  NormaliserPass<kVectors, Index, Weight> pass{
+      a, scratch, rows, tile, Positives<kVectors>(a, first, block.first * a.layer.group_size), {}, {}};
+  for (int v = 0; v < kVectors; ++v) {
+    pass.reference[v] = load(scratch.reference + first + v * kLanes);
+    pass.sum[v] = Float(0.0f);
+  }
+  const std::int64_t groups_at_once = a.layer.group_size == 1 ? 64 : 1;
+  for (std::int64_t group = block.first; group < block.last; group += groups_at_once) {
+    const std::int64_t end = group + groups_at_once;
+    for_labels(a.layer, {group, end < block.last ? end : block.last}, pass);
+    pass.flush();
+  }
+  for (int v = 0; v < kVectors; ++v) store(scratch.reference + first + v * kLanes, pass.reference[v]);
+}
+
+void fused_normaliser(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
+                      std::int64_t tile) {
+  with_types(a.layer, scratch.tiling.width, [&](auto vectors, auto index, auto weight) {
+    fused_normaliser_of<decltype(vectors)::value, typename decltype(index)::type,
+                        typename decltype(weight)::type>(a, scratch, rows, block, tile);
   });
 }
 

@@ -5,5 +5,6 @@
 #include "top_labels.inl"
 
 namespace xmlc::cpu::avx2 {
-const Kernels kernels = {logits, feature_gradient, weight_gradient, fused_tile, fused_update, top_labels};
+const Kernels kernels = {logits,     feature_gradient, weight_gradient, fused_normaliser,
+                         fused_tile, fused_update,     top_labels};
 }

@@ -27,7 +27,14 @@ struct FusedScratch {
   float* bias_gradient;        // [tile, block_labels]
   std::uint8_t* active;        // [tile, block_labels]: whether any gradient of the tile is nonzero
   double* loss;                // [tile]
-  float* rows;                 // [thread, 4, padded_fan_in]: weights widened to float32
+  // Of the normalised losses, by instance of the tiles, [tile * tiling.width]; null otherwise.
+  float* reference;      // an early large logit: the sum is that of exp(logit - reference)
+  double* exponentials;  // the sum, over all labels or over the negatives
+  float* log_sum;        // S, factor and share of loss.h
+  float* factor;
+  float* share;
+  float* pair_logit;  // [pair]
+  float* rows;        // [thread, 4, padded_fan_in]: weights widened to float32
 };
 
 // One thread's best labels so far.
@@ -46,6 +53,8 @@ struct Kernels {
                            GroupRange, std::int64_t tile);
   void (*weight_gradient)(const SparseLinearArguments&, const Tiling&, const float* features, float* row,
                           GroupRange);
+  void (*fused_normaliser)(const FusedStepArguments&, const FusedScratch&, float* rows, GroupRange block,
+                           std::int64_t tile);
   void (*fused_tile)(const FusedStepArguments&, const FusedScratch&, float* rows, GroupRange block,
                      std::int64_t tile);
   void (*fused_update)(const FusedStepArguments&, const FusedScratch&, GroupRange block, GroupRange part);

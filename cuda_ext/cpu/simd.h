@@ -131,7 +131,7 @@ XMLC_INLINE Float square_root(const Float& value) {
   return root;
 }
 
-// Whether any lane is true / differs from zero. NaN differs from zero.
+// Whether any lane is true.
 XMLC_INLINE bool any(const Mask& mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask.part[0]),
@@ -145,9 +145,11 @@ XMLC_INLINE bool any(const Mask& mask) {
   return (all[0] | all[1]) != 0;
 #endif
 }
-XMLC_INLINE bool any_nonzero(const Float& value) {
+// Whether any lane is larger in size than a bound. NaN is.
+XMLC_INLINE bool any_beyond(const Float& value, const Float& bound) {
+  const Float size = absolute(value);
   Mask mask;
-  for (int p = 0; p < kParts; ++p) mask.part[p] = value.part[p] != FloatVector{};
+  for (int p = 0; p < kParts; ++p) mask.part[p] = ~(size.part[p] <= bound.part[p]);
   return any(mask);
 }
 

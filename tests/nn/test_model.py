@@ -85,13 +85,14 @@ def test_squared_hinge_starts_every_bias_at_minus_one() -> None:
     assert bias.tolist() == [-1.0] * 4
 
 
-def test_bce_starts_every_bias_at_the_log_odds_of_its_label() -> None:
-    bias = model(problem(), model={"bias_init": "auto"}, loss={"kind": "bce"}).output.tensors()["bias"]
+@pytest.mark.parametrize("loss", ["bce", "softmax", "decoupled_softmax"])
+def test_other_losses_start_every_bias_at_the_log_odds_of_its_label(loss: str) -> None:
+    bias = model(problem(), model={"bias_init": "auto"}, loss={"kind": loss}).output.tensors()["bias"]
     share = (COUNTS + 0.5) / 21.0
     np.testing.assert_allclose(bias.numpy(), np.log(share / (1 - share)), rtol=2e-6)
 
 
-@pytest.mark.parametrize("loss", ["squared_hinge", "bce"])
+@pytest.mark.parametrize("loss", ["squared_hinge", "bce", "softmax", "decoupled_softmax"])
 def test_a_given_bias_is_taken(loss: str) -> None:
     bias = model(problem(), model={"bias_init": -2.5}, loss={"kind": loss}).output.tensors()["bias"]
     assert bias.tolist() == [-2.5] * 4

@@ -18,6 +18,7 @@ from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
 from xmlc.training.optimizers import block_optimizer
 
 LABELS, INPUTS, BATCH, FAN_IN = 37, 11, 9, 4
+every_loss = pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce", *oracles.NORMALISED])
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -48,10 +49,11 @@ def sparse_layer(
     loss: LossConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     positive_weight: Tensor | None = None,
+    fan_in: int = FAN_IN,
 ) -> SparseOutput:
     settings: dict[str, Any] = {
         "width": INPUTS,
-        "fan_in": FAN_IN,
+        "fan_in": fan_in,
         "group_size": group_size,
         "weight_init": weight_init,
         "weight_dtype": weight_dtype,
@@ -84,6 +86,24 @@ def test_the_loss_is_the_mean_over_the_batch_of_the_sum_or_mean_over_labels() ->
     assert loss_scale(LossConfig(reduction="mean"), batch=4, label=100) == 1 / 400
 
 
+@pytest.mark.parametrize("kind", oracles.NORMALISED)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_softmax_loss_is_the_mean_over_the_batch_and_has_no_mean_over_labels(
+    kind: Any, reduction: Any
+) -> None:
+    assert loss_scale(LossConfig(kind=kind, reduction=reduction), batch=4, label=100) == 1 / 4
+
+
+def of_loss(loss: LossConfig, positive_weight: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of the oracles for a layer's loss."""
+    return {
+        "loss": loss.kind,
+        "scale": loss_scale(loss, BATCH, LABELS),
+        "positive_weight": positive_weight,
+        "share_positives": loss.reduction == "mean",
+    }
+
+
 # ---- dense -----------------------------------------------------------------------------------------------
 
 
@@ -95,9 +115,9 @@ def dense_truth(
     weight = layer.linear.weight.to(dtype, copy=True).requires_grad_()
     bias = layer.linear.bias.to(dtype, copy=True).requires_grad_()
     goal = target().to(dtype)
-    values = oracles.pointwise_loss(loss.kind, weight @ x + bias[:, None], goal)
-    values = values * oracles.factors(goal, layer.positive_weight)
-    value = loss_scale(loss, BATCH, LABELS) * values.sum()
+    settings = of_loss(loss, layer.positive_weight)
+    scale = settings.pop("scale")
+    value = scale * oracles.total_loss(logit=weight @ x + bias[:, None], target=goal, **settings)
     gradients = torch.autograd.grad(value, (x, weight, bias))
     new_weight, new_bias = weight.detach(), bias.detach()
     state = oracles.OptimizerState.zeros(optimizer.kind, LABELS, INPUTS)
@@ -110,7 +130,7 @@ def dense_truth(
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
+@every_loss
 def test_a_dense_step_equals_autograd_and_a_torch_optimizer(
     loss_kind: Any, reduction: Any, kind: Any, weighted: bool
 ) -> None:
@@ -172,7 +192,7 @@ def sparse_problem(layer: SparseOutput) -> oracles.Problem:
 
 @pytest.mark.parametrize("group_size", [1, 16])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "label_adam"])
-@pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
+@every_loss
 def test_a_sparse_step_is_the_exact_update_within_its_bound(
     loss_kind: Any, kind: Any, group_size: int
 ) -> None:
@@ -181,7 +201,7 @@ def test_a_sparse_step_is_the_exact_update_within_its_bound(
     weight = torch.linspace(0.5, 3.0, LABELS)
     layer = sparse_layer(group_size=group_size, loss=loss, optimizer=optimizer, positive_weight=weight)
     problem = sparse_problem(layer)
-    settings: dict[str, Any] = {"loss": loss_kind, "scale": 1 / (BATCH * LABELS), "positive_weight": weight}
+    settings = of_loss(loss, weight)
     truth = oracles.gradients(problem, dtype=torch.float64, **settings)
     bound = oracles.gradient_bounds(problem, **settings)
     zeros = oracles.OptimizerState.zeros(kind, LABELS, FAN_IN)
@@ -194,6 +214,66 @@ def test_a_sparse_step_is_the_exact_update_within_its_bound(
     oracles.assert_within(gradient, truth.features, bound.features, "features")
     oracles.assert_within(layer.weight, exact.weight, allowed.weight, "weight")
     oracles.assert_within(layer.bias, exact.bias, allowed.bias, "bias")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("size", [1.0, 10_000.0])
+@every_loss
+def test_a_dense_layer_takes_the_step_of_a_sparse_one_with_all_inputs(
+    loss_kind: Any, size: float, reduction: Any
+) -> None:
+    loss = LossConfig(kind=loss_kind, reduction=reduction)
+    optimizer = OptimizerConfig(kind="sgd", learning_rate=0.1)
+    weight = torch.linspace(0.5, 3.0, LABELS)
+    sparse = sparse_layer(loss=loss, optimizer=optimizer, positive_weight=weight, fan_in=INPUTS)
+    full = dense_layer(loss, weight)
+    full.block_optimizer = block_optimizer(full.linear.parameters(), optimizer)
+    for bias in (sparse.bias, full.linear.bias):
+        bias.mul_(size)  # also logits whose exp overflows
+    full.linear.weight.copy_(oracles.dense(sparse.weight, sparse.indices, 1, INPUTS))
+    problem, settings, state = sparse_problem(sparse), of_loss(loss, weight), oracles.OptimizerState()
+    truth = oracles.gradients(problem, dtype=torch.float64, **settings)
+    bound = oracles.gradient_bounds(problem, **settings)
+    exact = oracles.exact_update(problem, truth, optimizer, 0.1, state, 1)
+    allowed = oracles.update_bounds(problem, truth, bound, optimizer, 0.1, state, 1)
+    places = sparse.indices.long()
+    for name, layer in (("sparse", sparse), ("dense", full)):
+        loss_sum, gradient = layer.step(features(), positives(), 0.1, 1)
+        found = layer.tensors()
+        connections = found["weight"] if name == "sparse" else found["weight"].gather(1, places)
+        oracles.assert_within(loss_sum, truth.loss, bound.loss, f"{name} loss")
+        oracles.assert_within(gradient, truth.features, bound.features, f"{name} features")
+        oracles.assert_within(connections, exact.weight, allowed.weight, f"{name} weight")
+        oracles.assert_within(found["bias"], exact.bias, allowed.bias, f"{name} bias")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("output", ["sparse", "dense"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("softmax", [[]]), ("decoupled_softmax", [[]]), ("decoupled_softmax", [range(LABELS)])]
+)
+def test_without_positives_or_their_rivals_a_softmax_step_is_exactly_nothing(
+    kind: Any, rows: list[list[int]], output: str
+) -> None:
+    loss, optimizer = LossConfig(kind=kind), OptimizerConfig(kind="sgd")
+    layer = sparse_layer(loss=loss, optimizer=optimizer) if output == "sparse" else dense_layer(loss)
+    if isinstance(layer, DenseOutput):
+        layer.block_optimizer = block_optimizer(layer.linear.parameters(), optimizer)
+    before = {name: value.clone() for name, value in layer.tensors().items()}
+    labels = np.array([label for row in rows * BATCH for label in row], np.int32)
+    offsets = np.arange(BATCH + 1) * len(rows[0])
+    value, gradient = layer.step(features(), CsrRows(offsets, labels, None, LABELS), 0.1, 1)
+    assert float(value) == 0.0 and not gradient.any()
+    assert all(torch.equal(value, before[name]) for name, value in layer.tensors().items())
+
+
+def test_a_sparse_layer_passes_its_gradient_cutoff_on() -> None:
+    layer = sparse_layer(loss=LossConfig(gradient_cutoff=1e30), optimizer=OptimizerConfig(kind="sgd"))
+    before = layer.weight.clone()
+    loss, gradient = layer.step(features(), positives(), 0.1, 1)
+    assert float(loss) > 0.0 and not gradient.any()
+    assert torch.equal(layer.weight, before)
 
 
 def test_a_sparse_layer_ranks_like_a_stable_sort_of_all_logits() -> None:

@@ -285,7 +285,16 @@ def adam(**changes) -> dict:
 
 
 STEP = {
-    "unknown loss": ({"loss": "hinge"}, "loss", "squared_hinge, bce", "got 'hinge'"),
+    "unknown loss": (
+        {"loss": "hinge"},
+        "loss must be one of squared_hinge, bce, softmax, decoupled_softmax, got 'hinge'",
+    ),
+    "negative gradient_cutoff": (
+        {"gradient_cutoff": -1e-9},
+        "gradient_cutoff must be at least 0",
+        "got -1e-09",
+    ),
+    "gradient_cutoff that is no number": ({"gradient_cutoff": math.nan}, "gradient_cutoff", "got nan"),
     "step of 0": ({"step": 0}, "step", "from 1", "got 0"),
     "sgd with a state": ({"state": state("momentum")}, "'sgd'", "weight_first"),
     "adam without a state": ({"optimizer": OptimizerConfig(kind="adam")}, "'adam'", "weight_first absent"),
@@ -477,6 +486,8 @@ def test_the_registered_step_checks_its_pairs(
     name: str, pairs: tuple[torch.Tensor, torch.Tensor], found: str
 ) -> None:
     features, weight, indices, bias, _ = small().layer
-    settings = (None, None, None, None, None, 1, "bce", 1.0, "sgd", 0.1, 0.0, 0.9, 0.9, 0.999, 1e-8, 1, 0)
+    of_loss = ("bce", 1.0, False, 0.0)
+    of_optimizer = ("sgd", 0.1, 0.0, 0.9, 0.9, 0.999, 1e-8, 1, 0)
+    settings = (None, None, None, None, None, 1, *of_loss, *of_optimizer)
     call = torch.ops.xmlc.fused_step
     refusal("fused_step", lambda: call(features, *pairs, weight, indices, bias, *settings), name, found)

@@ -87,14 +87,16 @@ def test_the_gradients_of_few_labels_and_a_large_batch_do_not_depend_on_the_thre
 
 
 @every_form
+@pytest.mark.parametrize("normalised", [False, True], ids=["pointwise", "normalised"])
 def test_a_fused_step_does_not_depend_on_the_threads(
-    backend: str, problems: dict[str, Problem], form: str
+    backend: str, problems: dict[str, Problem], form: str, normalised: bool
 ) -> None:
-    loss, kind = {
-        "float32": ("squared_hinge", "sgd"),
-        "bfloat16-uint16": ("bce", "adam"),
-        "group16-bfloat16": ("squared_hinge", "label_adam"),
-        "group64-float32-uint16": ("bce", "momentum"),
+    losses = ("softmax", "decoupled_softmax") if normalised else ("squared_hinge", "bce")
+    number, kind = {
+        "float32": (0, "sgd"),
+        "bfloat16-uint16": (1, "adam"),
+        "group16-bfloat16": (0, "label_adam"),
+        "group64-float32-uint16": (1, "momentum"),
     }[form]
 
     def results() -> list[Tensor]:
@@ -107,13 +109,14 @@ def test_a_fused_step_does_not_depend_on_the_threads(
             copy.weight,
             copy.indices,
             copy.bias,
-            loss=loss,
+            loss=losses[number],
             optimizer=OptimizerConfig(kind=kind, weight_decay=0.1),
             learning_rate=0.05,
             state=state,
             step=1,
             seed=5,
             scale=0.01,
+            share_positives=True,
             group_size=copy.group_size,
         )
         return [*outcome, copy.weight, copy.bias, *state.tensors().values()]

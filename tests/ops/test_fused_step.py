@@ -12,9 +12,11 @@ from oracles import BFLOAT16, FLOAT32, SHAPES, UNIT, Problem, Shape
 from torch import Tensor
 
 from xmlc.config import OptimizerConfig
-from xmlc.ops import LOSSES, OptimizerState, fused_step, sparse_linear
+from xmlc.ops import LOSSES, OptimizerState, fused_step, pairs_by_label, sparse_linear
 
 KINDS = ("sgd", "momentum", "adam", "label_adam")
+FAMILIES = {"pointwise": ("squared_hinge", "bce"), "normalised": oracles.NORMALISED}
+every_normalised = pytest.mark.parametrize("loss", oracles.NORMALISED)
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,18 @@ class Settings:
     rate: float = 0.05
     scale: float = 0.25
     positive_weight: Tensor | None = None
+    share_positives: bool = False
+    gradient_cutoff: float = 0.0
 
     @property
     def of_loss(self) -> dict:
         """The arguments of the loss."""
-        return {"loss": self.loss, "scale": self.scale, "positive_weight": self.positive_weight}
+        return {
+            "loss": self.loss,
+            "scale": self.scale,
+            "positive_weight": self.positive_weight,
+            "share_positives": self.share_positives,
+        }
 
 
 def settings(loss: str = "squared_hinge", kind: str = "sgd", weight_decay: float = 0.0, **others) -> Settings:
@@ -72,6 +81,7 @@ def step_in_place(
         step=step,
         seed=seed,
         group_size=problem.group_size,
+        gradient_cutoff=chosen.gradient_cutoff,
         **chosen.of_loss,
     )
 
@@ -180,6 +190,41 @@ def test_binary_cross_entropy_step_has_its_hand_values(backend: str) -> None:
     assert problem.bias.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("share_positives", [False, True])
+@every_normalised
+def test_softmax_steps_have_their_hand_values(backend: str, loss: str, share_positives: bool) -> None:
+    # exp(z) = 1, 2, 4, 8; labels 1 and 2 are positive and weigh 3 and 1/2
+    problem = Problem(
+        features=torch.ones(1, 1),
+        weight=torch.tensor([[1.0], [0.0], [0.0], [0.0]]),
+        indices=torch.zeros(4, 1, dtype=torch.int32),
+        bias=torch.tensor([-1.0, math.log(2.0), math.log(4.0), math.log(8.0)]),
+        offsets=torch.tensor([0, 2]),
+        labels=torch.tensor([2, 1]),
+    )
+    before = problem.copy()
+    chosen = settings(
+        loss,
+        rate=1.0,
+        scale=0.5,
+        positive_weight=torch.tensor([9.0, 3.0, 0.5, 9.0]),
+        share_positives=share_positives,
+    )
+    value, feature_gradient = step_in_place(problem, chosen, OptimizerState())
+    if loss == "softmax":  # the sum over all labels is 15
+        expected = 3.0 * math.log(15 / 2) + 0.5 * math.log(15 / 4)
+        slopes = torch.tensor([3.5 / 15, 3.5 * 2 / 15 - 3.0, 3.5 * 4 / 15 - 0.5, 3.5 * 8 / 15])
+    else:  # the sum over the negatives is 9, so that the positives' terms are log(11 / 2) and log(13 / 4)
+        expected = 3.0 * math.log(11 / 2) + 0.5 * math.log(13 / 4)
+        pull = 3.0 / 11 + 0.5 / 13
+        slopes = torch.tensor([pull, -3.0 * 9 / 11, -0.5 * 9 / 13, 8.0 * pull])
+    factor = 0.25 if share_positives else 0.5
+    assert value.item() == pytest.approx(factor * expected, rel=1e-6)
+    torch.testing.assert_close(before.bias - problem.bias, factor * slopes, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(before.weight - problem.weight, factor * slopes[:, None], rtol=2e-6, atol=0.0)
+    assert feature_gradient.item() == pytest.approx(factor * float(slopes[0]), rel=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["adam", "label_adam"])
 def test_the_first_adam_step_moves_by_the_learning_rate(backend: str, kind: str) -> None:
     problem = hand_problem()
@@ -197,24 +242,26 @@ def test_the_first_adam_step_moves_by_the_learning_rate(backend: str, kind: str)
 
 
 @cache
-def shape_step(shape: Shape) -> tuple[Settings, OptimizerState, int, Expected]:
-    """Return a step of this shape; loss, optimizer, decay and positive weights cycle over the shapes."""
+def shape_step(shape: Shape, family: str) -> tuple[Settings, OptimizerState, int, Expected]:
+    """Return a step of this shape; loss, optimizer, decay and weights of positives cycle over the shapes."""
     number = SHAPES.index(shape)
     kind = KINDS[number % 4]
     chosen = settings(
-        tuple(LOSSES)[number // 4 % 2],
+        FAMILIES[family][number // 4 % 2],
         kind,
         weight_decay=(0.0, 0.1, 0.5)[number % 3],
         scale=1.0 / shape.batch,
         positive_weight=positive_weights(shape.label) if number % 5 < 2 else None,
+        share_positives=number % 7 < 3,
     )
     state, step = random_state(kind, shape.label, shape.fan_in), 1 + number % 3
     return chosen, state, step, expected_step(oracles.shape_problem(shape), chosen, state, step)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_step_is_within_the_budget_of_the_exact_one(backend: str, shape: Shape) -> None:
-    chosen, state, step, expected = shape_step(shape)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_step_is_within_the_budget_of_the_exact_one(backend: str, family: str, shape: Shape) -> None:
+    chosen, state, step, expected = shape_step(shape, family)
     assert_takes(expected, oracles.shape_problem(shape), chosen, copy_of(state), step)
 
 
@@ -232,6 +279,7 @@ def grid_settings(loss: str, kind: str, decay: float, weighted: str) -> Settings
         decay,
         scale=1 / 17,
         positive_weight=positive_weights(65) if weighted == "weighted" else None,
+        share_positives=weighted == "weighted",
     )
 
 
@@ -292,8 +340,8 @@ def unfused_run(chosen: Settings) -> Run:
         leaves = [value.clone().requires_grad_() for value in (batch.features, weight, bias)]
         logits = sparse_linear(leaves[0], leaves[1], batches()[0].indices, leaves[2], batch.group_size)
         target = oracles.targets(batch, torch.float32)
-        factor = oracles.factors(target, chosen.positive_weight)
-        loss = chosen.scale * (factor * LOSSES[chosen.loss](logits, target)).sum()
+        factor = oracles.factors(chosen.loss, target, chosen.positive_weight, chosen.share_positives)
+        loss = chosen.scale * LOSSES[chosen.loss](logits, target > 0, factor).sum()
         loss.backward()
         trained.step(leaves[1].grad, leaves[2].grad, step)
     return Run(loss.detach(), leaves[0].grad, weight, bias)
@@ -379,7 +427,7 @@ def test_inactive_labels_still_decay_and_follow_their_moments(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("size", [1.0, 30.0, 80.0, 88.0, 1000.0])
+@pytest.mark.parametrize("size", [1.0, 30.0, 80.0, 88.0, 1000.0, 10_000.0])
 def test_large_logits_of_either_sign_stay_finite_and_exact(backend: str, loss: str, size: float) -> None:
     problem = oracles.make_problem()
     problem.weight.zero_()
@@ -389,29 +437,73 @@ def test_large_logits_of_either_sign_stay_finite_and_exact(backend: str, loss: s
     assert after.weight.isfinite().all() and after.bias.isfinite().all()
 
 
-def one_logit(logit: float, target: int) -> Problem:
-    """Return a layer of one label and a batch of one instance; after a step at rate 1, weight = -gradient."""
+@pytest.mark.parametrize("size", [-10_000.0, 10_000.0])
+@every_normalised
+def test_logits_far_from_zero_on_one_side_stay_finite_and_exact(backend: str, loss: str, size: float) -> None:
+    problem = oracles.make_problem()
+    problem.bias[:] += size
+    after = assert_exact_step(problem, settings(loss), OptimizerState())
+    assert after.weight.isfinite().all() and not torch.equal(after.weight, problem.weight)
+
+
+RISES = {
+    "less-than-the-reference-allows": torch.tensor([39.0]).repeat_interleave(16),
+    "one-late-label": torch.tensor([41.0]),
+    "one-late-label-far-above": torch.tensor([10_000.0]),
+    "stairs": (50.0 * torch.arange(1, 9)).repeat_interleave(24),
+    "stairs-just-below-the-reference": (39.5 * torch.arange(1, 9)).repeat_interleave(24),
+}
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+@pytest.mark.parametrize("rise", RISES)
+@every_normalised
+def test_logits_that_rise_late_in_the_order_of_labels_give_the_exact_step(
+    backend: str, loss: str, rise: str, group_size: int
+) -> None:
+    # The sum over labels is relative to a reference that must follow the largest logit, positive or not.
+    problem = oracles.make_problem(label=300, batch=33, group_size=group_size)
+    problem.bias[-len(RISES[rise]) - 2 : -2] += RISES[rise]
+    assert_exact_step(problem, settings(loss, share_positives=True), OptimizerState())
+    offsets, labels = oracles.pairs([[label] for label in range(297, 264, -1)])  # raised: up to 297
+    assert_exact_step(replace(problem, offsets=offsets, labels=labels), settings(loss), OptimizerState())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_show_in_the_loss(backend: str, loss: str, value: float) -> None:
+    problem = oracles.make_problem()
+    problem.weight[7, 3] = value
+    found, _ = step_in_place(problem, settings(loss), OptimizerState())
+    assert not found.isfinite()
+
+
+def one_logit(logit: float, target: int, negatives: int) -> Problem:
+    """Return a label with this logit and some of logit 0; after a step at rate 1, weight = -gradient."""
     offsets, labels = oracles.pairs([[0]] if target > 0 else [[]])
+    label = 1 + negatives
     return Problem(
         features=torch.ones(1, 1),
-        weight=torch.zeros(1, 1),
-        indices=torch.zeros(1, 1, dtype=torch.int32),
-        bias=torch.tensor([logit]),
+        weight=torch.zeros(label, 1),
+        indices=torch.zeros(label, 1, dtype=torch.int32),
+        bias=torch.tensor([logit] + [0.0] * negatives),
         offsets=offsets,
         labels=labels,
     )
 
 
-@pytest.mark.parametrize("target", [-1, 1])
-def test_binary_cross_entropy_keeps_its_relative_precision_everywhere(backend: str, target: int) -> None:
+@pytest.mark.parametrize(("loss", "target"), [("bce", -1), ("bce", 1), ("decoupled_softmax", 1)])
+def test_logistic_losses_keep_their_relative_precision_everywhere(
+    backend: str, loss: str, target: int
+) -> None:
     # Down to log(1 + e^-80) = 1.8e-35 and a gradient of the same size, not 0.
     logits = torch.cat([torch.linspace(-80.0, 80.0, 321), torch.linspace(-1.0, 1.0, 80)])
     losses, slopes = [], []
     for logit in logits.tolist():
-        problem = one_logit(logit, target)
-        loss, _ = step_in_place(problem, settings("bce", rate=1.0, scale=1.0), OptimizerState())
-        losses.append(loss.item())
-        slopes.append(-problem.weight.item())
+        problem = one_logit(logit, target, negatives=int(loss == "decoupled_softmax"))  # of which N = 1
+        value, _ = step_in_place(problem, settings(loss, rate=1.0, scale=1.0), OptimizerState())
+        losses.append(value.item())
+        slopes.append(-problem.weight[0].item())
 
     def truth(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         margin = target * logits.to(dtype)
@@ -446,8 +538,135 @@ def test_any_pattern_of_positives_gives_the_exact_step(backend: str, loss: str, 
     problem = oracles.make_problem(label=63, batch=17)
     offsets, labels = oracles.pairs(POSITIVES[positives](problem))
     problem = replace(problem, offsets=offsets, labels=labels)
-    chosen = settings(loss, positive_weight=positive_weights(63))
+    chosen = settings(loss, positive_weight=positive_weights(63), share_positives=True)
     assert_exact_step(problem, chosen, OptimizerState())
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+@pytest.mark.parametrize(
+    ("loss", "positives"), [("softmax", "none"), ("decoupled_softmax", "none"), ("decoupled_softmax", "all")]
+)
+def test_without_positives_or_their_rivals_a_softmax_step_is_exactly_nothing(
+    backend: str, loss: str, positives: str, group_size: int
+) -> None:
+    problem = oracles.make_problem(label=63, batch=17, group_size=group_size)
+    offsets, labels = oracles.pairs(POSITIVES[positives](problem))
+    problem = replace(problem, offsets=offsets, labels=labels)
+    before = problem.copy()
+    value, feature_gradient = step_in_place(problem, settings(loss), OptimizerState())
+    assert value.item() == 0.0 and not feature_gradient.any()
+    assert oracles.bits(problem.weight) == oracles.bits(before.weight)
+    assert oracles.bits(problem.bias) == oracles.bits(before.bias)
+
+
+@every_normalised
+def test_an_instance_without_positives_has_a_softmax_gradient_of_exactly_zero(
+    backend: str, loss: str
+) -> None:
+    problem = oracles.make_problem()
+    empty = problem.offsets.diff() == 0
+    _, feature_gradient = step_in_place(problem, settings(loss), OptimizerState())
+    assert 0 < int(empty.sum()) < 33
+    assert torch.equal(feature_gradient.any(0), ~empty)
+
+
+def constant_logits(logits: list[float], batch: int = 1) -> Problem:
+    """Return equal instances without positives, of one input that is 1, with these logits; weights 1."""
+    label = len(logits)
+    return Problem(
+        features=torch.ones(1, batch),
+        weight=torch.ones(label, 1),
+        indices=torch.zeros(label, 1, dtype=torch.int32),
+        bias=torch.tensor(logits) - 1.0,
+        offsets=torch.zeros(batch + 1, dtype=torch.int64),
+        labels=torch.zeros(0, dtype=torch.int64),
+    )
+
+
+def test_a_label_at_or_below_the_gradient_cutoff_is_not_updated(backend: str) -> None:
+    # slack 1/4, 1/2, 3/4 and 0, so d loss / d logit 1/2, 1, 3/2 and 0; the loss still has all of it
+    problem = constant_logits([-0.75, -0.5, -0.25, -1.0])
+    chosen = settings(rate=1.0, scale=0.25, gradient_cutoff=1.0)
+    loss, feature_gradient = step_in_place(problem, chosen, OptimizerState())
+    assert loss.item() == 0.25 * (1 / 16 + 1 / 4 + 9 / 16)
+    assert problem.weight.flatten().tolist() == [1.0, 1.0, 1.0 - 0.375, 1.0]
+    assert problem.bias.tolist() == [-1.75, -1.5, -1.25 - 0.375, -2.0]
+    assert feature_gradient.item() == 0.375
+
+
+@every_normalised
+def test_the_gradient_cutoff_of_a_softmax_compares_the_whole_gradient(backend: str, loss: str) -> None:
+    # One positive, of weight 8 and probability 1/2: the gradients are -4, 2, 1, 1/2 and 1/2 in both losses.
+    problem = constant_logits([math.log(p) for p in (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 16)])
+    problem = replace(problem, offsets=torch.tensor([0, 1]), labels=torch.tensor([0]))
+    chosen = settings(loss, rate=0.125, scale=1.0, positive_weight=torch.full((5,), 8.0))
+    exact, cut = problem.copy(), problem.copy()
+    value, _ = step_in_place(exact, chosen, OptimizerState())
+    cut_value, _ = step_in_place(cut, replace(chosen, gradient_cutoff=1.125), OptimizerState())
+    assert cut_value == value
+    assert torch.equal(cut.weight[:2], exact.weight[:2]) and torch.equal(cut.bias[:2], exact.bias[:2])
+    assert torch.equal(cut.weight[2:], problem.weight[2:]) and torch.equal(cut.bias[2:], problem.bias[2:])
+    assert not (exact.weight == problem.weight).any()
+
+
+def test_an_instance_above_the_cutoff_carries_those_of_its_tile_and_no_others(backend: str) -> None:
+    # Of 128 instances the first has a gradient of 2 (logit 0), the others 1/2 (logit -3/4).
+    problem = constant_logits([0.0], batch=128)
+    problem.weight.fill_(0.75)
+    problem.bias.fill_(-0.75)
+    problem.features[0, 1:] = 0.0
+    chosen = settings(rate=1.0, scale=1.0, gradient_cutoff=1.0)
+    _, feature_gradient = step_in_place(problem, chosen, OptimizerState())
+    tile = int(feature_gradient.count_nonzero())
+    assert 16 <= tile <= 64
+    assert feature_gradient[0].tolist() == [1.5] + [0.375] * (tile - 1) + [0.0] * (128 - tile)
+    assert problem.weight.item() == 0.75 - 2.0
+    assert problem.bias.item() == -0.75 - 2.0 - 0.5 * (tile - 1)
+
+
+@pytest.mark.parametrize("group_size", [1, 16])
+@pytest.mark.parametrize(
+    ("loss", "quiet"),
+    [("squared_hinge", -0.99), ("bce", -4.0), ("softmax", -4.0), ("decoupled_softmax", -4.0)],
+)
+def test_a_label_takes_the_exact_step_or_is_below_the_cutoff(
+    backend: str, loss: str, quiet: float, group_size: int
+) -> None:
+    problem = oracles.make_problem(label=300, batch=16, group_size=group_size)
+    problem.bias[152:] = quiet
+    problem.weight[152:] *= 1e-3
+    exact, cut = problem.copy(), problem.copy()
+    value, _ = step_in_place(exact, settings(loss), OptimizerState())
+    cut_value, _ = step_in_place(cut, settings(loss, gradient_cutoff=0.05), OptimizerState())
+    assert cut_value == value
+    logit = oracles.logits(*problem.layer).requires_grad_()
+    target = oracles.targets(problem, FLOAT32)
+    (slope,) = torch.autograd.grad(oracles.total_loss(loss, logit, target, None, False), logit)
+    above = slope.abs().amax(1) > 0.05
+    exactly, dropped = (
+        (cut.weight == other.weight).all(1) & (cut.bias == other.bias) for other in (exact, problem)
+    )
+    assert exactly[above].all() and (exactly | dropped).all() and not exactly.all()
+    assert group_size > 1 or dropped[~above].all()  # labels of a group may carry each other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_below_the_cutoff_still_decay_and_follow_their_moments(backend: str, kind: str) -> None:
+    problem = oracles.make_problem()
+    chosen = settings("softmax", kind, weight_decay=0.5, gradient_cutoff=1e30)
+    state = random_state(kind, 65, 16)
+    rule = (chosen.optimizer, chosen.rate, state, 7)
+    exact = oracles.gradients(problem, **chosen.of_loss, dtype=torch.float64)
+    bound = oracles.gradient_bounds(problem, **chosen.of_loss)
+    nothing, off = (
+        oracles.Gradients(of.loss, *map(torch.zeros_like, (of.features, of.weight, of.bias)))
+        for of in (exact, bound)
+    )
+    update, off_update = (
+        oracles.exact_update(problem, nothing, *rule),
+        oracles.update_bounds(problem, nothing, off, *rule),
+    )
+    assert_takes(Expected(nothing, update, off, off_update), problem, chosen, state, 7)
 
 
 def outcome(problem: Problem, chosen: Settings, **options: int) -> list[bytes]:
@@ -461,9 +680,10 @@ def outcome(problem: Problem, chosen: Settings, **options: int) -> list[bytes]:
     ]
 
 
-def test_a_repeated_positive_counts_once(backend: str) -> None:
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_repeated_positive_counts_once(backend: str, loss: str) -> None:
     problem = oracles.make_problem()
-    chosen = settings(positive_weight=positive_weights(65))
+    chosen = settings(loss, positive_weight=positive_weights(65), share_positives=True)
     counts = 3 * problem.offsets.diff()
     repeated = replace(
         problem,
@@ -474,14 +694,29 @@ def test_a_repeated_positive_counts_once(backend: str) -> None:
     assert outcome(repeated, chosen) == outcome(problem, chosen)
 
 
-def test_order_and_dtype_of_the_positives_do_not_matter(backend: str) -> None:
+def test_pairs_are_the_positives_by_rising_label_each_once() -> None:
+    offsets, labels = oracles.pairs([[4, 1, 4], [], [1, 0]])
+    pair_label, pair_instance = pairs_by_label(offsets, labels, batch=3, label=5)
+    assert pair_label.tolist() == [0, 1, 1, 4] and pair_instance.tolist() == [2, 0, 2, 0]
+    assert pair_label.dtype == pair_instance.dtype == torch.int32
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_order_and_dtype_of_the_positives_do_not_matter(backend: str, loss: str) -> None:
     problem = oracles.make_problem()
     rows = problem.labels.tensor_split(problem.offsets[1:-1])
     turned = replace(problem, labels=torch.cat([row.flip(0) for row in rows]))
     assert not torch.equal(turned.labels, problem.labels)
-    assert outcome(turned, settings("bce")) == outcome(problem, settings("bce"))
+    assert outcome(turned, settings(loss)) == outcome(problem, settings(loss))
     narrow = replace(problem, labels=problem.labels.to(torch.int32))
-    assert outcome(narrow, settings("bce")) == outcome(problem, settings("bce"))
+    assert outcome(narrow, settings(loss)) == outcome(problem, settings(loss))
+
+
+@pytest.mark.parametrize("loss", FAMILIES["pointwise"])
+def test_losses_of_single_logits_have_no_share_of_positives(backend: str, loss: str) -> None:
+    problem = oracles.make_problem()
+    shared = settings(loss, share_positives=True)
+    assert outcome(problem, shared) == outcome(problem, settings(loss))
 
 
 def test_the_optimizer_config_s_learning_rate_is_not_read(backend: str) -> None:

@@ -9,18 +9,26 @@ import torch
 from xmlc.config import OptimizerConfig
 from xmlc.ops import OptimizerState
 
-LOSSES = ("squared_hinge", "bce")
+LOSSES = ("squared_hinge", "bce", *oracles.NORMALISED)
 
 
+@pytest.mark.parametrize("share_positives", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("group_size", [1, 16])
-def test_float64_reference_passes_gradcheck(loss: str, group_size: int) -> None:
+def test_float64_reference_passes_gradcheck(loss: str, group_size: int, share_positives: bool) -> None:
     problem = oracles.make_problem(label=18, fan_in=3, input=7, batch=4, group_size=group_size)
     leaves = [value.double().requires_grad_() for value in (problem.features, problem.weight, problem.bias)]
     positive_weight = torch.linspace(0.5, 3.0, 18)
 
     def value(*inputs: torch.Tensor) -> torch.Tensor:
-        return oracles.batch_loss(problem, *inputs, loss=loss, scale=0.25, positive_weight=positive_weight)
+        return oracles.batch_loss(
+            problem,
+            *inputs,
+            loss=loss,
+            scale=0.25,
+            positive_weight=positive_weight,
+            share_positives=share_positives,
+        )
 
     assert torch.autograd.gradcheck(value, leaves)
 
@@ -34,9 +42,29 @@ def test_duplicate_inputs_of_a_label_add_in_the_dense_weight() -> None:
 def test_losses_have_their_hand_values() -> None:
     logit = torch.tensor([0.0, 0.5, -2.0, 1.0, 80.0], dtype=torch.float64)
     target = torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
-    assert oracles.pointwise_loss("squared_hinge", logit, target).tolist() == [1.0, 0.25, 9.0, 0.0, 81.0**2]
+    assert oracles.losses("squared_hinge", logit, target).tolist() == [1.0, 0.25, 9.0, 0.0, 81.0**2]
     expected = [math.log1p(math.exp(-t * z)) for t, z in zip(target.tolist(), logit.tolist(), strict=True)]
-    assert oracles.pointwise_loss("bce", logit, target).tolist() == pytest.approx(expected, rel=1e-15)
+    assert oracles.losses("bce", logit, target).tolist() == pytest.approx(expected, rel=1e-15)
+
+
+def test_softmax_losses_have_their_hand_values() -> None:
+    # exp(z) = 1, 2, 4, 8 of every instance: two positives, one, none, all
+    logit = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64).log()[:, None].expand(4, 4)
+    positive = [[0, 0, 0, 1], [1, 0, 0, 1], [1, 1, 0, 1], [0, 0, 0, 1]]
+    target = 2.0 * torch.tensor(positive, dtype=torch.float64) - 1.0
+    ratios = {
+        "softmax": [[1, 1, 1, 15], [15 / 2, 1, 1, 15 / 2], [15 / 4, 15 / 4, 1, 15 / 4], [1, 1, 1, 15 / 8]],
+        "decoupled_softmax": [[1, 1, 1, 1], [11 / 2, 1, 1, 1], [13 / 4, 15 / 4, 1, 1], [1, 1, 1, 1]],
+    }
+    for loss, ratio in ratios.items():
+        expected = torch.tensor(ratio, dtype=torch.float64).log()
+        torch.testing.assert_close(oracles.losses(loss, logit, target), expected, rtol=1e-14, atol=0.0)
+    weight = torch.tensor([1.0, 3.0, 8.0, 2.0])
+    shared = oracles.factors("softmax", target, weight, share_positives=True)
+    assert shared.tolist() == [[1, 1, 1, 0.25], [1.5, 1, 1, 0.75], [4, 8, 1, 2], [1, 1, 1, 0.5]]
+    for loss in ("softmax", "bce"):
+        plain = oracles.factors(loss, target, weight, share_positives=loss == "bce")
+        assert plain.tolist() == [[1, 1, 1, 1], [3, 1, 1, 3], [8, 8, 1, 8], [1, 1, 1, 2]]
 
 
 def test_label_adam_is_adam_without_first_moment_where_all_gradients_of_a_label_are_equal() -> None:

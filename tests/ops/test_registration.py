@@ -67,9 +67,17 @@ def test_top_labels_passes_opcheck(
 
 @types
 @group_sizes
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "label_adam"])
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("sgd", "squared_hinge"),
+        ("momentum", "softmax"),
+        ("adam", "bce"),
+        ("label_adam", "decoupled_softmax"),
+    ],
+)
 def test_fused_step_passes_opcheck(
-    group_size: int, weight_dtype: torch.dtype, index_dtype: torch.dtype, kind: str
+    group_size: int, weight_dtype: torch.dtype, index_dtype: torch.dtype, kind: str, loss: str
 ) -> None:
     problem = small(group_size, weight_dtype, index_dtype)
     state = OptimizerState.zeros(kind, 18, 3)
@@ -87,8 +95,10 @@ def test_fused_step_passes_opcheck(
         state.bias_second,
         positive_weight,
         group_size,
-        "bce",
+        loss,
         0.5,
+        True,
+        1e-3,
         kind,
         0.1,
         0.01,

@@ -23,6 +23,7 @@ from xmlc.training.step import step_generator, training_step
 
 RATE = 0.5
 STEP = 7
+every_loss = pytest.mark.parametrize("loss", ["squared_hinge", "bce", *oracles.NORMALISED])
 
 
 def model_and_batch(config: Config, kind: problems.Kind) -> tuple[Model, Batch]:
@@ -77,10 +78,11 @@ def autograd_step(model: Model, batch: Batch, dtype: torch.dtype) -> Step:
         weight = oracles.dense(weight, model.output.indices, config.model.group_size, config.model.width)
     logits = weight @ x.T + leaves["output.bias"][:, None]
     goal = torch.from_numpy(2.0 * (batch.labels.to_scipy().toarray().T > 0) - 1.0).to(dtype)
-    values = oracles.pointwise_loss(config.loss.kind, logits, goal)
-    values = values * oracles.factors(goal, getattr(model.output, "positive_weight"))  # noqa: B009
-    loss = values.sum() / len(batch.instances)
-    if config.loss.reduction == "mean":
+    positive_weight = getattr(model.output, "positive_weight")  # noqa: B009
+    mean = config.loss.reduction == "mean"
+    loss = oracles.total_loss(config.loss.kind, logits, goal, positive_weight, share_positives=mean)
+    loss = loss / len(batch.instances)
+    if mean and config.loss.kind not in oracles.NORMALISED:
         loss = loss / model.problem.label_count
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     front = [value for name, value in gradients.items() if not name.startswith("output.")]
@@ -113,7 +115,7 @@ def assert_step_equals_autograd(config: Config, kind: problems.Kind) -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.01])
-@pytest.mark.parametrize("loss", ["squared_hinge", "bce"])
+@every_loss
 @pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
 @pytest.mark.parametrize("kind", problems.KINDS)
 def test_a_step_is_the_gradient_of_the_whole_model(
@@ -126,8 +128,9 @@ def test_a_step_is_the_gradient_of_the_whole_model(
     )
 
 
+@every_loss
 @pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
-def test_a_step_with_everything_on_is_the_gradient_of_the_whole_model(output: str) -> None:
+def test_a_step_with_everything_on_is_the_gradient_of_the_whole_model(output: str, loss: str) -> None:
     """Mean reduction, weights of positives, dropout and activation of hidden, shared inputs, clipping."""
     assert_step_equals_autograd(
         settings(
@@ -139,7 +142,12 @@ def test_a_step_with_everything_on_is_the_gradient_of_the_whole_model(output: st
                 "hidden_dropout": 0.4,
                 "hidden_activation": "relu",
             },
-            loss={"reduction": "mean", "positive_weight": 2.0, "positive_weight_propensity": True},
+            loss={
+                "kind": loss,
+                "reduction": "mean",
+                "positive_weight": 2.0,
+                "positive_weight_propensity": True,
+            },
             data={"unit_length": False},
         ),
         "sparse",

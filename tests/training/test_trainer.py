@@ -73,6 +73,8 @@ def test_every_output_learns_from_every_kind_of_features(
         {"model": {"hidden_activation": "relu", "input_dropout": 0.1, "hidden_dropout": 0.1}},
         {"loss": {"kind": "bce"}},
         {"loss": {"kind": "bce", "reduction": "mean"}},
+        {"loss": {"kind": "softmax"}},
+        {"loss": {"kind": "decoupled_softmax", "reduction": "mean", "gradient_cutoff": 1e-3}},
         {"loss": {"positive_weight": 2.0, "positive_weight_propensity": True}},
         {"output_optimizer": {"kind": "sgd", "learning_rate": 0.05}},
         {"output_optimizer": {"kind": "momentum", "learning_rate": 0.01}},

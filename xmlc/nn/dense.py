@@ -32,6 +32,10 @@ class Block:
         self.weight = Parameter(weight[rows], requires_grad=False)  # [block, column]
         self.bias = Parameter(bias[rows], requires_grad=False)  # [block]
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the block's outputs [block, batch] at x [column, batch]."""
+        return torch.addmm(self.bias[:, None], self.weight, x)
+
     def update(self, weight_gradient: Tensor, bias_gradient: Tensor, optimizer: BlockOptimizer) -> None:
         """Apply the gradients [block, column] and [block], and free them."""
         self.weight.grad, self.bias.grad = weight_gradient, bias_gradient

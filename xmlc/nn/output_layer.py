@@ -6,12 +6,13 @@ import math
 from typing import Protocol
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
 from xmlc.data.rows import CsrRows
-from xmlc.nn.dense import BlockedLinear, BlockOptimizer
-from xmlc.ops import LOSSES, OptimizerState, fused_step, redistribute, top_labels
+from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
+from xmlc.ops import LOSSES, OptimizerState, fused_step, pairs_by_label, redistribute, top_labels
 from xmlc.sparsity import random_connectivity
 
 
@@ -33,8 +34,16 @@ class OutputLayer(Protocol):
 
 
 def loss_scale(loss: LossConfig, batch: int, label: int) -> float:
-    """Return the factor on the summed loss of a batch: mean over the batch, sum or mean over labels."""
-    return 1.0 / batch if loss.reduction == "sum" else 1.0 / (batch * label)
+    """Return the factor on the summed loss of a batch: mean over the batch, sum or mean over labels.
+
+    The softmax losses sum over positives, of which the loss itself takes the mean.
+    """
+    return 1.0 / (batch * label) if loss.reduction == "mean" and not normalised(loss) else 1.0 / batch
+
+
+def normalised(loss: LossConfig) -> bool:
+    """Return whether the loss needs the sum over all labels of an instance."""
+    return loss.kind in ("softmax", "decoupled_softmax")
 
 
 def positive_tensors(positives: CsrRows) -> tuple[Tensor, Tensor]:
@@ -87,6 +96,8 @@ class SparseOutput:
             step=step,
             seed=self.seed,
             scale=loss_scale(self.loss, features.shape[1], self.label),
+            share_positives=self.loss.reduction == "mean",
+            gradient_cutoff=self.loss.gradient_cutoff,
             group_size=self.group_size,
             positive_weight=self.positive_weight,
         )
@@ -145,32 +156,19 @@ class DenseOutput:
     ) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.step`."""
         assert self.block_optimizer is not None, "training gives the dense output its optimizer"
-        offsets, labels = positive_tensors(positives)
         batch = features.shape[1]
-        instances = torch.arange(batch).repeat_interleave(offsets.diff())
-        labels, order = labels.long().sort(stable=True)
-        instances = instances[order]
-        scale = loss_scale(self.loss, batch, self.label)
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        positives_of = _BlockPositives(positives, batch, self.label, self.positive_weight)
+        gradient_of = (
+            _NormalisedLoss(self.linear, features, self.loss, positives_of)
+            if normalised(self.loss)
+            else _PointwiseLoss(self.loss, positives_of, loss_scale(self.loss, batch, self.label))
+        )
         feature_gradient = torch.zeros_like(features)
         for block in self.linear.blocks:
-            logits = torch.addmm(block.bias[:, None], block.weight, features).requires_grad_()
-            first, last = torch.searchsorted(
-                labels, torch.tensor([block.rows.start, block.rows.stop])
-            ).tolist()
-            rows, columns = labels[first:last] - block.rows.start, instances[first:last]
-            target = torch.full_like(logits, -1.0)
-            target[rows, columns] = 1.0
-            values = LOSSES[self.loss.kind](logits, target)
-            if self.positive_weight is not None:
-                factor = torch.where(target > 0, self.positive_weight[block.rows][:, None], 1.0)
-                values = values * factor
-            loss = scale * values.sum()
-            (gradient,) = torch.autograd.grad(loss, logits)
-            loss_sum += loss.detach()
+            gradient = gradient_of(block, block(features))
             feature_gradient.addmm_(block.weight.T, gradient)
             block.update(gradient @ features.T, gradient.sum(1), self.block_optimizer)
-        return loss_sum, feature_gradient
+        return gradient_of.loss, feature_gradient
 
     def top_labels(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.top_labels`."""
@@ -178,7 +176,7 @@ class DenseOutput:
         scores = torch.empty(batch, 0)
         labels = torch.empty(batch, 0, dtype=torch.int64)
         for block in self.linear.blocks:
-            logits = torch.addmm(block.bias[:, None], block.weight, features).T  # [batch, block]
+            logits = block(features).T  # [batch, block]
             # Earlier blocks stand first and the sort is stable: ties go to the lowest label.
             numbers = torch.arange(block.rows.start, block.rows.stop).expand(batch, -1)
             scores, order = torch.cat([scores, logits], 1).sort(dim=1, descending=True, stable=True)
@@ -189,6 +187,88 @@ class DenseOutput:
     def tensors(self) -> dict[str, Tensor]:
         """See `OutputLayer.tensors`."""
         return {"weight": self.linear.weight, "bias": self.linear.bias}
+
+
+class _BlockPositives:
+    """The positives of a batch, each once, with their weights; by rising label, so that a block has a run."""
+
+    def __init__(self, positives: CsrRows, batch: int, label: int, weight: Tensor | None) -> None:
+        labels, instances = pairs_by_label(*positive_tensors(positives), batch, label)
+        self.labels, self.instances = labels.long(), instances.long()  # [pair]
+        self.weight = torch.ones(labels.numel()) if weight is None else weight[self.labels]  # [pair]
+
+    def __call__(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
+        """Return the pairs of a block of labels, their rows within it, and their instances."""
+        bounds = torch.tensor([rows.start, rows.stop])
+        first, last = torch.searchsorted(self.labels, bounds).tolist()
+        return slice(first, last), self.labels[first:last] - rows.start, self.instances[first:last]
+
+
+class _PointwiseLoss:
+    """Gradient of a loss of single logits, block by block."""
+
+    def __init__(self, loss: LossConfig, positives: _BlockPositives, scale: float) -> None:
+        self.function = LOSSES[loss.kind]
+        self.positives = positives
+        self.scale = scale
+        self.loss = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, block: Block, logits: Tensor) -> Tensor:
+        """Return d loss / d logits [block, batch], and add the block to the loss."""
+        pairs, rows, columns = self.positives(block.rows)
+        positive = torch.zeros_like(logits, dtype=torch.bool)
+        positive[rows, columns] = True
+        factor = torch.ones_like(logits)
+        factor[rows, columns] = self.positives.weight[pairs]
+        logits.requires_grad_()
+        loss = self.scale * self.function(logits, positive, factor).sum()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        self.loss += loss.detach()
+        return gradient
+
+
+class _NormalisedLoss:
+    """Gradient of a softmax loss, block by block, after a pass for the sum over all labels.
+
+    With S = log sum exp(z) (over the negatives, if decoupled), the loss is a function of S and of the
+    positives' logits; a block's gradient is dS * exp(z - S), and the direct one at the positives.
+    """
+
+    def __init__(
+        self, linear: BlockedLinear, features: Tensor, loss: LossConfig, positives: _BlockPositives
+    ) -> None:
+        self.positives = positives
+        self.decoupled = loss.kind == "decoupled_softmax"
+        batch = features.shape[1]
+        log_sum = torch.full((batch,), -math.inf)
+        logit = torch.empty(positives.labels.numel())  # [pair]
+        for block in linear.blocks:
+            pairs, rows, columns = positives(block.rows)
+            logits = block(features)
+            logit[pairs] = logits[rows, columns]
+            if self.decoupled:
+                logits[rows, columns] = -math.inf
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(0))
+        share = torch.ones(batch)
+        if loss.reduction == "mean":
+            share = 1.0 / torch.bincount(positives.instances, minlength=batch).clamp_min(1)
+        log_sum.requires_grad_()
+        logit.requires_grad_()
+        above = log_sum[positives.instances] - logit
+        values = functional.softplus(above) if self.decoupled else above
+        total = ((positives.weight * share[positives.instances]).double() * values).sum() / batch
+        self.sum_gradient, self.logit_gradient = torch.autograd.grad(total, (log_sum, logit))
+        self.log_sum = log_sum.detach()
+        self.loss = total.detach()
+
+    def __call__(self, block: Block, logits: Tensor) -> Tensor:
+        """Return d loss / d logits [block, batch]."""
+        pairs, rows, columns = self.positives(block.rows)
+        gradient = self.sum_gradient * (logits - self.log_sum).exp()
+        if self.decoupled:
+            gradient[rows, columns] = 0.0
+        gradient[rows, columns] += self.logit_gradient[pairs]
+        return gradient
 
 
 def _initial_weight(label: int, model: ModelConfig, generator: torch.Generator) -> Tensor:

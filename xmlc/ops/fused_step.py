@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,9 +21,9 @@ torch.library.define(
     "xmlc::fused_step",
     "(Tensor features, Tensor pair_label, Tensor pair_instance, Tensor(a!) weight, Tensor indices, "
     "Tensor(b!) bias, Tensor(c!)? weight_first, Tensor(d!)? weight_second, Tensor(e!)? bias_first, "
-    "Tensor(f!)? bias_second, Tensor? positive_weight, int group_size, str loss, float scale, str optimizer, "
-    "float learning_rate, float weight_decay, float momentum, float beta1, float beta2, float eps, int step, "
-    "int seed) -> (Tensor, Tensor)",
+    "Tensor(f!)? bias_second, Tensor? positive_weight, int group_size, str loss, float scale, "
+    "bool share_positives, float gradient_cutoff, str optimizer, float learning_rate, float weight_decay, "
+    "float momentum, float beta1, float beta2, float eps, int step, int seed) -> (Tensor, Tensor)",
 )
 
 
@@ -94,6 +95,8 @@ def fused_step(
     step: int,
     seed: int = 0,
     scale: float = 1.0,
+    share_positives: bool = False,
+    gradient_cutoff: float = 0.0,
     group_size: int = 1,
     positive_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -102,13 +105,14 @@ def fused_step(
     Equivalent to (with float32 sums, and without ever holding anything [label, batch])::
 
         logits = sparse_linear(features, weight, indices, bias, group_size)
-        target = +1 for a positive (instance, label), else -1
-        value = scale * sum(factor * loss(logits, target))  # factor: positive_weight[l] on positives, else 1
+        value = scale * LOSSES[loss](logits, positive, factor).sum()
         value.backward(); optimizer.step()                  # torch.optim.SGD or AdamW, see below
 
-    with ``squared_hinge``: max(0, 1 - target * logit)^2, whose exact zeros skip all backward work of a
-    label (the published "implicit negative mining"), or ``bce``: log(1 + exp(-target * logit)).
-    A positive given twice counts once.
+    with positive [label, batch] true for the given pairs and ``factor`` their weight (positive_weight, or 1).
+    `LOSSES` holds the formulas. ``squared_hinge`` is exactly zero beyond the margin, and a label whose
+    gradients are zero skips all backward work (the published "implicit negative mining"). ``bce`` has every
+    gradient active. ``softmax`` and ``decoupled_softmax`` need the sum over all labels first, and take one
+    more pass for it. A positive given twice counts once.
 
     Optimizers: ``sgd``, ``momentum`` (SGD with momentum, no dampening) and ``adam`` are torch's; weight decay
     is decoupled in all of them (AdamW's; torch couples SGD's), and spares the bias. ``label_adam`` is Adam
@@ -129,13 +133,19 @@ def fused_step(
         weight: float32 or bfloat16 [label, fan_in], updated.
         indices: uint16 or int32 [group, fan_in].
         bias: float32 [label], updated; weight decay spares it.
-        loss: ``squared_hinge`` or ``bce``.
+        loss: ``squared_hinge``, ``bce``, ``softmax`` or ``decoupled_softmax``.
         optimizer: Update rule; its learning_rate is not read.
         learning_rate: Rate of this step.
         state: State of this optimizer kind, updated.
         step: Number of this step, from 1 (bias correction, rounding).
         seed: Seed of the rounding.
         scale: Factor on loss and gradient, such as 1 / batch.
+        share_positives: Of the softmax losses: divide an instance's positive weights by the number of its
+            positives, so that every instance counts the same (suits recall; without it, precision:
+            Menon et al. 2019, "Multilabel reductions").
+        gradient_cutoff: At 0 the step is exact. Above, a label skips its backward work for the (16 to 64)
+            instances of a batch tile when d loss / d logit is at most ``scale * gradient_cutoff`` in size for
+            all of them (and, within a group, for up to three neighbours that are computed together).
         group_size: 1, 16, 32 or 64.
         positive_weight: float32 [label] or None for 1.
 
@@ -147,7 +157,7 @@ def fused_step(
     """
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
-    pair_label, pair_instance = _pairs(positive_offsets, positive_labels, batch, label)
+    pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)
     with torch.no_grad():
         return torch.ops.xmlc.fused_step(
             features,
@@ -164,6 +174,8 @@ def fused_step(
             group_size,
             loss,
             scale,
+            share_positives,
+            gradient_cutoff,
             optimizer.kind,
             learning_rate,
             optimizer.weight_decay,
@@ -176,24 +188,56 @@ def fused_step(
         )
 
 
-def squared_hinge(logits: Tensor, target: Tensor) -> Tensor:
-    """Return max(0, 1 - target * logits)^2 of each logit, target in {-1, +1}."""
-    return (1.0 - target * logits).clamp_min(0.0).square()
+def squared_hinge(logits: Tensor, positive: Tensor, factor: Tensor) -> Tensor:
+    """Return max(0, 1 - t * logit)^2 of each logit, t = +1 or -1, times ``factor`` on positives.
+
+    ``positive`` and ``factor`` [label, batch] or broadcastable, as in all `LOSSES`.
+    """
+    values = (1.0 - _target(positive, logits) * logits).clamp_min(0.0).square()
+    return torch.where(positive, factor * values, values)
 
 
-def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return log(1 + exp(-target * logits)) of each logit, target in {-1, +1}."""
-    return functional.softplus(-target * logits)
+def binary_cross_entropy(logits: Tensor, positive: Tensor, factor: Tensor) -> Tensor:
+    """Return log(1 + exp(-t * logit)) of each logit, t = +1 or -1, times ``factor`` on positives."""
+    values = functional.softplus(-_target(positive, logits) * logits)
+    return torch.where(positive, factor * values, values)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def softmax(logits: Tensor, positive: Tensor, factor: Tensor) -> Tensor:
+    """Return factor * (log sum_l exp(logit_l) - logit) of each positive, 0 elsewhere; the sum over dim 0."""
+    values = logits.logsumexp(0) - logits
+    return torch.where(positive, factor * values, 0.0)
+
+
+def decoupled_softmax(logits: Tensor, positive: Tensor, factor: Tensor) -> Tensor:
+    """Return factor * (log(exp(logit) + N) - logit) of each positive, 0 elsewhere.
+
+    N is the sum of exp over the instance's negatives: positives do not compete with each other
+    (Gupta et al. 2024, "Dual-encoders for extreme multi-label classification").
+    """
+    negatives = logits.masked_fill(positive, -math.inf).logsumexp(0)
+    values = functional.softplus(negatives - logits)
+    return torch.where(positive, factor * values, 0.0)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "squared_hinge": squared_hinge,
     "bce": binary_cross_entropy,
+    "softmax": softmax,
+    "decoupled_softmax": decoupled_softmax,
 }
 
 
-def _pairs(offsets: Tensor, labels: Tensor, batch: int, label: int) -> tuple[Tensor, Tensor]:
-    """Return the positives as (label, instance), int32 [pair] each, in rising order of the label."""
+def _target(positive: Tensor, like: Tensor) -> Tensor:
+    return torch.where(positive, 1.0, -1.0).to(like.dtype)
+
+
+def pairs_by_label(offsets: Tensor, labels: Tensor, batch: int, label: int) -> tuple[Tensor, Tensor]:
+    """Return the positives as (label, instance), int32 [pair] each: each once, by rising label.
+
+    Raises:
+        NativeError: A dtype, shape, offset or label does not fit.
+    """
     checks.tensor(_NAME, "positive_offsets", offsets, (batch + 1,), "[batch + 1]", torch.int64)
     checks.tensor(_NAME, "positive_labels", labels, (labels.numel(),), "[pair]", torch.int32, torch.int64)
     counts = offsets.diff()
@@ -207,9 +251,9 @@ def _pairs(offsets: Tensor, labels: Tensor, batch: int, label: int) -> tuple[Ten
             f"{_NAME}: positive_labels must lie in [0, label) = [0, {label}), "
             f"got values from {int(labels.min())} to {int(labels.max())}"
         )
-    instances = torch.arange(batch, dtype=torch.int32).repeat_interleave(counts)
-    sorted_labels, order = labels.to(torch.int32).sort(stable=True)
-    return sorted_labels, instances[order]
+    instances = torch.arange(batch).repeat_interleave(counts)
+    keys = torch.unique(labels.to(torch.int64) * batch + instances)
+    return (keys // batch).to(torch.int32), (keys % batch).to(torch.int32)
 
 
 @torch.library.impl("xmlc::fused_step", "cpu")
@@ -228,6 +272,8 @@ def _fused_step_cpu(
     group_size: int,
     loss: str,
     scale: float,
+    share_positives: bool,
+    gradient_cutoff: float,
     optimizer: str,
     learning_rate: float,
     weight_decay: float,
@@ -244,6 +290,8 @@ def _fused_step_cpu(
     label, fan_in = weight.shape
     if loss not in LOSSES:
         raise NativeError(f"{_NAME}: loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+    if not gradient_cutoff >= 0.0:
+        raise NativeError(f"{_NAME}: gradient_cutoff must be at least 0, got {gradient_cutoff}")
     if step < 1:
         raise NativeError(f"{_NAME}: step must count from 1, got {step}")
     state = OptimizerState(weight_first, weight_second, bias_first, bias_second)
@@ -267,6 +315,8 @@ def _fused_step_cpu(
         batch=batch,
         loss=loss,
         scale=scale,
+        share_positives=share_positives,
+        gradient_cutoff=gradient_cutoff,
         optimizer=optimizer,
         learning_rate=learning_rate,
         weight_decay=weight_decay,

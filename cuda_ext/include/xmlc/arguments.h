@@ -35,12 +35,14 @@ struct FusedStepArguments {
   Layer layer;
   const float* features;              // [input, batch]
   float* feature_gradient;            // [input, batch], overwritten
-  const std::int32_t* pair_label;     // [pair], rising: the positives of the batch
+  const std::int32_t* pair_label;     // [pair], rising: the positives of the batch, each once
   const std::int32_t* pair_instance;  // [pair], in [0, batch)
   const float* positive_weight;       // [label] or null for 1
   std::int64_t batch, pair;
   Loss loss;
-  float scale;  // factor on loss and gradient: 1 / batch, or 1 / (batch * label)
+  float scale;            // factor on loss and gradient: 1 / batch, or 1 / (batch * label)
+  bool share_positives;   // of the normalised losses: weigh a positive by 1 / positives of its instance
+  float gradient_cutoff;  // a label's gradients up to cutoff * scale throughout a tile count as zero
   OptimizerArguments optimizer;
   float* weight_first;   // [label, fan_in] velocity or first moment; null where unused
   float* weight_second;  // [label, fan_in], or [label] of kLabelAdam; null where unused
