@@ -33,9 +33,15 @@ def run(op: Callable[..., int], threads: int, **arguments: Any) -> None:
     import torch
 
     size_bytes = op(threads=threads, workspace=0, **arguments)
-    workspace = torch.empty(size_bytes, dtype=torch.uint8)
+    # Room to start at a huge page; bytes that nothing touches take no memory.
+    slack = cpu.HUGE_PAGE if size_bytes >= cpu.HUGE_PAGE else 0
+    workspace = torch.empty(size_bytes + slack, dtype=torch.uint8)
+    address = workspace.data_ptr()
+    if slack:
+        address += -address % slack
+        cpu.prefer_huge_pages(address, size_bytes)
     try:
-        op(threads=threads, workspace=workspace.data_ptr(), **arguments)
+        op(threads=threads, workspace=address, **arguments)
     except RuntimeError as error:  # threads refused by the system
         raise NativeError(str(error)) from None
 

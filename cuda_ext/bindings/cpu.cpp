@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../cpu/ops.h"
+#include "../cpu/workspace.h"
 
 namespace py = pybind11;
 using namespace xmlc;
@@ -93,6 +94,10 @@ PYBIND11_MODULE(_cpu, m) {
       if (cpu::isa_available(one)) names.append(isa_name(one));
     return names;
   });
+
+  m.attr("HUGE_PAGE") = cpu::kHugePage;
+  m.def("prefer_huge_pages",
+        [](Address base, std::int64_t bytes) { cpu::prefer_huge_pages(at<void>(base), bytes); });
 
   py::class_<Layer>(m, "Layer")
       .def(py::init(&layer), py::kw_only(), py::arg("indices"), py::arg("weight"), py::arg("bias"),

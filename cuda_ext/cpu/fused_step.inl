@@ -69,35 +69,36 @@ struct FusedTilePass {
   double loss_sum = 0.0;
 
   // Scaled gradient of one label's logits, and its loss unless the driver has it.
-  XMLC_INLINE void evaluate(std::int64_t label, const Float (&logit)[kVectors], Float (&gradient)[kVectors]) {
+  XMLC_OUTLINE void evaluate(std::int64_t label, const Float (&logit)[kVectors],
+                             Float (&gradient)[kVectors]) {
     float targets[kVectors * kLanes];
     const bool found = positives.read(label, targets);
     const float weight = !found || a.positive_weight == nullptr ? 1.0f : a.positive_weight[label];
     if constexpr (LossFunction::kNormalised) {
       const std::int64_t first = tile * kVectors * kLanes;
-      for (int v = 0; v < kVectors; ++v) {
+      unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
         const Float log_sum = load(scratch.log_sum + first + v * kLanes);
         const Float factor = load(scratch.factor + first + v * kLanes);
         gradient[v] = scale[v] * factor * exponential(logit[v] - log_sum);
-        if (!found) continue;
+        if (!found) return;
         const Float share = load(scratch.share + first + v * kLanes);
         const Float value = LossFunction::positive_gradient(logit[v], Float(weight) * share, log_sum, factor);
         gradient[v] = select(Float(0.0f) < load(targets + v * kLanes), scale[v] * value, gradient[v]);
-      }
+      });
     } else if (found) {
-      for (int v = 0; v < kVectors; ++v) {
+      unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
         const Float target = load(targets + v * kLanes);
         const auto value = LossFunction::evaluate(logit[v], target);
         const Float factor = select(Float(0.0f) < target, scale[v] * Float(weight), scale[v]);
         gradient[v] = factor * value.grad;
         loss = loss + factor * value.loss;
-      }
+      });
     } else {
-      for (int v = 0; v < kVectors; ++v) {
+      unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
         const auto value = LossFunction::evaluate(logit[v], Float(-1.0f));
         gradient[v] = scale[v] * value.grad;
         loss = loss + scale[v] * value.loss;
-      }
+      });
     }
   }
 
@@ -121,15 +122,19 @@ struct FusedTilePass {
     bool active = false;
     for (int r = 0; r < kLabels; ++r) {
       evaluate(label + r, logit[r], gradient[r]);
-      for (int v = 0; v < kVectors; ++v) active |= any_beyond(gradient[r][v], cutoff);
-      bias_gradient[r] = gradient[r][0];
-      for (int v = 1; v < kVectors; ++v) bias_gradient[r] = bias_gradient[r] + gradient[r][v];
+      Float sum(0.0f);
+      unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
+        active |= any_beyond(gradient[r][v], cutoff);
+        sum = sum + gradient[r][v];
+      });
+      bias_gradient[r] = sum;
     }
     const std::int64_t slot = tile * scratch.block_labels + label - first_label;
     for (int r = 0; r < kLabels; ++r) scratch.active[slot + r] = active;
     if (!active) return;
 
     for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
+    prefetch_rows<kVectors>(scratch.feature_gradient + tile * tile_floats, indices, layer.fan_in);
     dot<kLabels, kVectors, false>(features, indices, layer.fan_in, gradient,
                                   scratch.weight_gradient + slot * scratch.padded_fan_in,
                                   scratch.padded_fan_in);
@@ -193,7 +198,7 @@ struct NormaliserPass {
   Float reference[kVectors], sum[kVectors];
 
   // Adds the sums to the totals in float64.
-  void flush() {
+  XMLC_OUTLINE void flush() {
     double* total = scratch.exponentials + tile * kVectors * kLanes;
     for (int v = 0; v < kVectors; ++v) {
       float lanes[kLanes];
@@ -204,7 +209,7 @@ struct NormaliserPass {
   }
 
   // Raises the references of one register to the logits above them.
-  void raise(int v, const Float& logit) {
+  XMLC_OUTLINE void raise(int v, const Float& logit) {
     flush();
     float old[kLanes], next[kLanes];
     double* total = scratch.exponentials + (tile * kVectors + v) * kLanes;
@@ -237,11 +242,11 @@ struct NormaliserPass {
         lanes[lane % kLanes] = -HUGE_VALF;  // the sum is that of the negatives
         z = load(lanes);
       });
-      for (int v = 0; v < kVectors; ++v) {
+      unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
         constexpr float kFarAbove = 40.0f;  // exp(40) times many labels is still far from overflow
         if (any(reference[v] + Float(kFarAbove) < logit[r][v])) raise(v, logit[r][v]);
         sum[v] = sum[v] + exponential(logit[r][v] - reference[v]);
-      }
+      });
     }
   }
 };

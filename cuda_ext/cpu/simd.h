@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -23,6 +25,8 @@
 #define XMLC_ISA generic
 #endif
 #define XMLC_INLINE inline __attribute__((always_inline))
+#define XMLC_INLINE_LAMBDA __attribute__((always_inline))
+#define XMLC_OUTLINE __attribute__((noinline))
 
 namespace xmlc::cpu::XMLC_ISA {
 
@@ -33,6 +37,11 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
+#if defined(__AVX512F__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 constexpr int kLanes = 16;
 constexpr int kWidth = kVectorBytes / 4;  // lanes of one register
 constexpr int kParts = kLanes / kWidth;   // registers of one value
@@ -42,6 +51,39 @@ typedef std::int32_t MaskVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint64_t WideVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint16_t HalfVector __attribute__((vector_size(kVectorBytes / 2)));
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+template <class Body, int... kIndex>
+XMLC_INLINE void unroll_each(const Body& body, std::integer_sequence<int, kIndex...>) {
+  (body(Constant<kIndex>{}), ...);
+}
+// Calls body(Constant<0>), ..., body(Constant<kCount - 1>). Compilers unroll a loop too late to see that an
+// array that it indexes can live in registers.
+template <int kCount, class Body>
+XMLC_INLINE void unroll(const Body& body) {
+  unroll_each(body, std::make_integer_sequence<int, kCount>{});
+}
+// body(row, column) for all rows and columns.
+template <int kRows, int kColumns, class Body>
+XMLC_INLINE void unroll(const Body& body) {
+  unroll<kRows>([&](auto row) XMLC_INLINE_LAMBDA {
+    unroll<kColumns>([&](auto column) XMLC_INLINE_LAMBDA { body(row, column); });
+  });
+}
+
+// The same value in all lanes. `Vector{} + value` would cost an addition: 0 + -0 is not -0.
+XMLC_INLINE FloatVector broadcast(float value) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(value);
+#else
+  return FloatVector{value, value, value, value};
+#endif
+}
+XMLC_INLINE WordVector broadcast(std::uint32_t value) { return WordVector{} + value; }
 
 struct Mask {
   MaskVector part[kParts];  // all ones or all zeros in each lane
@@ -54,7 +96,7 @@ struct Lanes {
 
   Lanes() = default;
   XMLC_INLINE explicit Lanes(Scalar value) {
-    for (int p = 0; p < kParts; ++p) part[p] = Vector{} + value;
+    for (int p = 0; p < kParts; ++p) part[p] = broadcast(value);
   }
   XMLC_INLINE friend Lanes operator+(Lanes a, const Lanes& b) {
     for (int p = 0; p < kParts; ++p) a.part[p] += b.part[p];
@@ -153,12 +195,16 @@ XMLC_INLINE bool any_beyond(const Float& value, const Float& bound) {
   return any(mask);
 }
 
+// Register by register: GCC copies a whole `Float` in pieces of 16 bytes by way of the stack.
+typedef float UnalignedVector __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
 XMLC_INLINE Float load(const float* from) {
   Float value;
-  std::memcpy(value.part, from, sizeof value.part);
+  for (int p = 0; p < kParts; ++p) value.part[p] = reinterpret_cast<const UnalignedVector*>(from)[p];
   return value;
 }
-XMLC_INLINE void store(float* to, const Float& value) { std::memcpy(to, value.part, sizeof value.part); }
+XMLC_INLINE void store(float* to, const Float& value) {
+  for (int p = 0; p < kParts; ++p) reinterpret_cast<UnalignedVector*>(to)[p] = value.part[p];
+}
 
 // The first `count` lanes; the others are zero / left alone.
 XMLC_INLINE Float load_first(const float* from, std::int64_t count) {
@@ -208,16 +254,26 @@ XMLC_INLINE void multiply_wide(const Word& a, const Word& b, Word& high, Word& l
   }
 }
 
-XMLC_INLINE float sum_lanes(const Float& value) {
-  FloatVector folded = value.part[0];
-  for (int p = 1; p < kParts; ++p) folded += value.part[p];
-  float sum = 0.0f;
-  for (int i = 0; i < kWidth; ++i) sum += folded[i];
-  return sum;
+// a[kIndex] for an index below kWidth, b[kIndex - kWidth] for the others.
+template <int... kIndex>
+XMLC_INLINE FloatVector shuffle(const FloatVector& a, const FloatVector& b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kIndex...);
+#else
+  return __builtin_shuffle(a, b, MaskVector{kIndex...});
+#endif
+}
+
+template <int kHalf, int... kLane>
+XMLC_INLINE FloatVector fold_register(const FloatVector& a, const FloatVector& b,
+                                      std::integer_sequence<int, kLane...>) {
+  return shuffle<(kLane % (2 * kHalf) < kHalf ? kLane : kWidth + kLane)...>(a, b) +
+         shuffle<(kLane % (2 * kHalf) < kHalf ? kLane + kHalf : kWidth + kLane - kHalf)...>(a, b);
 }
 
 // One level of `sum_each`: halves of width kHalf of every 2 * kHalf lanes are added together; those of `a`
-// land in the lower, those of `b` in the upper half.
+// land in the lower, those of `b` in the upper half. One operand of the sum keeps every lane in its place,
+// which is a blend: cheaper than a second shuffle.
 template <int kHalf>
 XMLC_INLINE Float fold(const Float& a, const Float& b) {
   Float result;
@@ -229,37 +285,32 @@ XMLC_INLINE Float fold(const Float& a, const Float& b) {
         result.part[base + half + p] = b.part[base + p] + b.part[base + half + p];
       }
   } else {
-    MaskVector lower, upper;
-    for (int i = 0; i < kWidth; ++i) {
-      const int block = i / (2 * kHalf) * (2 * kHalf), within = i % kHalf;
-      const int source = block + within + (i % (2 * kHalf) < kHalf ? 0 : kWidth);
-      lower[i] = source;
-      upper[i] = source + kHalf;
-    }
-    for (int p = 0; p < kParts; ++p) {
-#if defined(__clang__)
-      FloatVector low, high;
-      for (int i = 0; i < kWidth; ++i) {
-        low[i] = lower[i] < kWidth ? a.part[p][lower[i]] : b.part[p][lower[i] - kWidth];
-        high[i] = upper[i] < kWidth ? a.part[p][upper[i]] : b.part[p][upper[i] - kWidth];
-      }
-      result.part[p] = low + high;
-#else
-      result.part[p] =
-          __builtin_shuffle(a.part[p], b.part[p], lower) + __builtin_shuffle(a.part[p], b.part[p], upper);
-#endif
-    }
+    for (int p = 0; p < kParts; ++p)
+      result.part[p] = fold_register<kHalf>(a.part[p], b.part[p], std::make_integer_sequence<int, kWidth>{});
   }
   return result;
 }
 
-// Lane j of the result is the sum over the lanes of value[j]: a transpose and a sum in fifteen folds.
-XMLC_INLINE Float sum_each(const Float (&value)[kLanes]) {
-  Float eight[8], four[4];
-  for (int i = 0; i < 8; ++i) eight[i] = fold<8>(value[i], value[i + 8]);
-  for (int i = 0; i < 4; ++i) four[i] = fold<4>(eight[i], eight[i + 4]);
-  const Float even = fold<2>(four[0], four[2]), odd = fold<2>(four[1], four[3]);
-  return fold<1>(even, odd);
+XMLC_INLINE float sum_lanes(const Float& value) {
+  const Float eight = fold<8>(value, value), four = fold<4>(eight, eight), two = fold<2>(four, four);
+  return fold<1>(two, two).part[0][0];
+}
+
+// Asks for the cache lines of one tile row ahead of its use.
+template <int kVectors>
+XMLC_INLINE void prefetch(const float* row) {
+  for (int v = 0; v < kVectors; ++v) __builtin_prefetch(row + v * kLanes, 1);
+}
+
+// Lane j of the result is the sum over the lanes of value(Constant<j>): a transpose and a sum in fifteen
+// folds, each as soon as it can, so that few values wait in registers. Instances of the template: sums of
+// the values kFirst, kFirst + kStep, ...
+template <int kStep = 1, int kFirst = 0, class Value>
+XMLC_INLINE Float sum_each(const Value& value) {
+  if constexpr (kStep == kLanes)
+    return value(Constant<kFirst>{});
+  else
+    return fold<kStep>(sum_each<2 * kStep, kFirst>(value), sum_each<2 * kStep, kFirst + kStep>(value));
 }
 
 }  // namespace xmlc::cpu::XMLC_ISA

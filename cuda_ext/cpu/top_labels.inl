@@ -44,7 +44,7 @@ struct TopLabelsPass {
         if (any(worst[v] < logit[r][v])) update(v, label + r, logit[r][v]);
   }
 
-  void update(int v, std::int64_t label, const Float& logit) {
+  XMLC_OUTLINE void update(int v, std::int64_t label, const Float& logit) {
     float score[kLanes], bound[kLanes];
     store(score, logit);
     store(bound, worst[v]);

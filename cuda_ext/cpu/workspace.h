@@ -5,7 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace xmlc::cpu {
+
+constexpr std::uintptr_t kHugePage = 2 << 20;
 
 class Workspace {
  public:
@@ -24,5 +30,18 @@ class Workspace {
   std::byte* base_;
   std::int64_t bytes_ = 0;
 };
+
+// Asks the system to back whole multiples of 2 MiB within a buffer by huge pages: kernels gather rows at
+// random places, and with pages of 4 KiB most rows would cost a walk through the page tables. A system that
+// cannot do it changes nothing but the speed.
+inline void prefer_huge_pages(void* base, std::int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const auto first = (reinterpret_cast<std::uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
+  const auto last = (reinterpret_cast<std::uintptr_t>(base) + bytes) / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)base, (void)bytes;
+#endif
+}
 
 }  // namespace xmlc::cpu
