@@ -10,7 +10,7 @@ import oracles
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint
 
-PASSING = ("train_seconds", "peak_memory_bytes")
+PASSING = ("train_seconds", "phase_seconds", "peak_memory_bytes")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -20,13 +20,14 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint(run: Path, which: str = "latest") -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the bits of every tensor by name, and the metadata without the time spent."""
+    """Return the bits of every tensor by name, and the metadata without the times."""
     folder = CheckpointFolder(run / "checkpoints")
     path = folder.latest() if which == "latest" else folder.best()
     assert path is not None, f"{run} has no {which} checkpoint"
     read = read_checkpoint(path)
     tensors = {name: oracles.bits(value) for name, value in read.tensors.items()}
-    return tensors, {key: value for key, value in read.metadata.items() if key != "seconds"}
+    passing = ("seconds", "phase_seconds")
+    return tensors, {key: value for key, value in read.metadata.items() if key not in passing}
 
 
 def assert_same_run(run: Path, other: Path) -> None:

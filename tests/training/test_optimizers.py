@@ -12,6 +12,7 @@ import torch
 from xmlc.errors import ConfigError
 from xmlc.nn import Model
 from xmlc.training.optimizers import Optimizers
+from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import prepare
 from xmlc.training.step import training_step
 
@@ -21,7 +22,7 @@ def steps(model: Model, optimizers: Optimizers, first: int, last: int) -> None:
     batch = next(prepared.train.epoch(0))
     for step in range(first, last):
         optimizers.set_rates(0.01, 0.02)
-        training_step(model, batch, optimizers, 0.02, step, 0.0)
+        training_step(model, batch, optimizers, 0.02, step, 0.0, Stopwatch())
 
 
 def kind_of(model: Model) -> problems.Kind:
@@ -90,7 +91,7 @@ def test_rates_reach_their_parts() -> None:
     before = {name: value.clone() for name, value in made.tensors().items()}
     batch = next(prepare(problems.dataset("sparse", train=80), made.config).train.epoch(0))
     optimizers.set_rates(0.0, 0.5)
-    training_step(made, batch, optimizers, 0.5, 1, 0.0)
+    training_step(made, batch, optimizers, 0.5, 1, 0.0, Stopwatch())
     after = made.tensors()
     assert torch.equal(after["encoder.embedding"], before["encoder.embedding"])
     assert not torch.equal(after["output.weight"], before["output.weight"])

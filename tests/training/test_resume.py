@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -63,11 +64,11 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None
     def arrange(chosen: int, act: Callable[[], None]) -> None:
         step_of = trainer.training_step
 
-        def acting(model: Any, batch: Any, optimizers: Any, rate: float, step: int, clip: float) -> Any:
+        def acting(model: Any, batch: Any, optimizers: Any, rate: float, step: int, *others: Any) -> Any:
             if step == chosen:
                 monkeypatch.setattr(trainer, "training_step", step_of)
                 act()
-            return step_of(model, batch, optimizers, rate, step, clip)
+            return step_of(model, batch, optimizers, rate, step, *others)
 
         monkeypatch.setattr(trainer, "training_step", acting)
 
@@ -139,6 +140,26 @@ def test_a_signal_during_validation_stops_after_the_epoch_is_recorded(
         train(dataset, "stopped", **settings)
     assert len(runs.metrics(tmp_path / "stopped")) == 1
     runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+def test_the_time_before_a_stop_counts(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the stopped epoch; its moved connections are compared wherever runs are."""
+    dataset, settings = problems.dataset(), everything()
+    step_of = trainer.training_step
+
+    def stopping(*arguments: Any) -> Any:
+        if arguments[4] == STEPS_PER_EPOCH + 5:
+            arguments[6].seconds["forward"] += 1000.0
+            monkeypatch.setattr(trainer, "training_step", step_of)
+            signal.raise_signal(signal.SIGTERM)
+        return step_of(*arguments)
+
+    monkeypatch.setattr(trainer, "training_step", stopping)
+    with pytest.raises(StoppedBySignalError):
+        train(dataset, "stopped", **settings)
+    run = train(dataset, "stopped", resume=True, **settings)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["phase_seconds"]["forward"] > 1000.0 for line in lines] == [False, True, False]
 
 
 def test_signals_are_handled_as_before_once_training_is_over(train: Train) -> None:

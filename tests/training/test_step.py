@@ -18,6 +18,7 @@ from xmlc.data import Batch, CsrRows
 from xmlc.nn import Model
 from xmlc.nn.output_layer import SparseOutput
 from xmlc.training.optimizers import Optimizers
+from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import prepare
 from xmlc.training.step import step_generator, training_step
 
@@ -104,7 +105,7 @@ def assert_step_equals_autograd(config: Config, kind: problems.Kind) -> None:
     optimizers = Optimizers(model)
     optimizers.set_rates(RATE, RATE)
     before = {name: value.clone() for name, value in model.tensors().items()}
-    loss = training_step(model, batch, optimizers, RATE, STEP, config.training.clip_norm)
+    loss = training_step(model, batch, optimizers, RATE, STEP, config.training.clip_norm, Stopwatch())
     oracles.assert_no_worse_than_plain(loss, exact.loss, plain.loss.double(), 4 * oracles.UNIT * exact.loss)
     for name, value in model.tensors().items():
         if name in exact.parameters:
@@ -161,7 +162,7 @@ def test_clipping_bounds_the_move_of_encoder_and_penultimate_layer(kind: problem
     before = {name: value.double() for name, value in model.tensors().items()}
     optimizers = Optimizers(model)
     optimizers.set_rates(RATE, RATE)
-    training_step(model, batch, optimizers, RATE, STEP, 0.01)
+    training_step(model, batch, optimizers, RATE, STEP, 0.01, Stopwatch())
     moved = sum(
         float((value.double() - before[name]).square().sum())
         for name, value in model.tensors().items()
@@ -176,7 +177,7 @@ def test_a_bound_above_the_norm_changes_nothing() -> None:
         model, batch = model_and_batch(settings(clip_norm), "sparse")
         optimizers = Optimizers(model)
         optimizers.set_rates(RATE, RATE)
-        training_step(model, batch, optimizers, RATE, STEP, clip_norm)
+        training_step(model, batch, optimizers, RATE, STEP, clip_norm, Stopwatch())
         return [oracles.bits(value) for value in model.tensors().values()]
 
     assert bits(0.0) == bits(1e6)
@@ -191,7 +192,9 @@ def test_a_batch_without_features_or_labels_trains_and_stays_finite() -> None:
     unlabelled = CsrRows(np.zeros(size + 1, np.int64), np.empty(0, np.int32), None, problems.LABELS)
     optimizers = Optimizers(model)
     optimizers.set_rates(RATE, RATE)
-    loss = training_step(model, Batch(batch.instances, nothing, unlabelled), optimizers, RATE, 1, 1.0)
+    loss = training_step(
+        model, Batch(batch.instances, nothing, unlabelled), optimizers, RATE, 1, 1.0, Stopwatch()
+    )
     assert math.isfinite(float(loss))
     assert all(value.double().isfinite().all() for value in model.tensors().values())
 
@@ -201,7 +204,7 @@ def test_only_embeddings_of_the_batch_move() -> None:
     before = model.tensors()["encoder.embedding"].clone()
     optimizers = Optimizers(model)
     optimizers.set_rates(RATE, RATE)
-    training_step(model, batch, optimizers, RATE, STEP, 0.0)
+    training_step(model, batch, optimizers, RATE, STEP, 0.0, Stopwatch())
     moved = (model.tensors()["encoder.embedding"] != before).any(dim=1).nonzero()[:, 0].tolist()
     assert isinstance(batch.features, CsrRows)
     assert moved == sorted(set(batch.features.indices.tolist()))
@@ -209,7 +212,7 @@ def test_only_embeddings_of_the_batch_move() -> None:
 
 def test_no_gradient_is_left_after_a_step() -> None:
     model, batch = model_and_batch(settings(), "sparse")
-    training_step(model, batch, Optimizers(model), RATE, STEP, 0.0)
+    training_step(model, batch, Optimizers(model), RATE, STEP, 0.0, Stopwatch())
     assert all(parameter.grad is None for parameter in model.encoder.parameters())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation import load
 from xmlc.evaluation.run import evaluate_predictor
 from xmlc.training import trainer
+from xmlc.training.phases import PHASES
 from xmlc.training.run_folder import RunFolder
 
 Train = Callable[..., Path]
@@ -291,9 +293,9 @@ def test_connections_move_at_the_steps_of_the_policy_and_no_others(
     seen: dict[int, bytes] = {}
     step_of = trainer.training_step
 
-    def watching(model: Any, batch: Any, optimizers: Any, rate: float, step: int, clip: float) -> Any:
+    def watching(model: Any, batch: Any, optimizers: Any, rate: float, step: int, *others: Any) -> Any:
         seen[step - 1] = model.output.indices.numpy().tobytes()
-        return step_of(model, batch, optimizers, rate, step, clip)
+        return step_of(model, batch, optimizers, rate, step, *others)
 
     monkeypatch.setattr(trainer, "training_step", watching)
     run = train(
@@ -303,6 +305,9 @@ def test_connections_move_at_the_steps_of_the_policy_and_no_others(
     )
     moved = [step for step in range(1, 36) if seen[step] != seen[step - 1]]
     assert moved == [5, 11, 17]
+    recorded = [entry for line in runs.metrics(run) for entry in line["redistributions"]]
+    assert [entry["step"] for entry in recorded] == moved
+    assert all(entry["moved"] > 0 for entry in recorded)
     log = (run / "train.log").read_text()
     assert [
         int(line.split("step ")[1].split(":")[0]) for line in log.splitlines() if "redist" in line
@@ -329,8 +334,8 @@ def test_a_loss_that_explodes_leaves_the_last_checkpoint(
     whole = train(dataset, "whole", training={"epochs": 2}, redistribution=still)
     step_of = trainer.training_step
 
-    def exploding(model: Any, batch: Any, optimizers: Any, rate: float, step: int, clip: float) -> Any:
-        loss = step_of(model, batch, optimizers, rate, step, clip)
+    def exploding(model: Any, batch: Any, optimizers: Any, rate: float, step: int, *others: Any) -> Any:
+        loss = step_of(model, batch, optimizers, rate, step, *others)
         if step == 30:  # in the third epoch
             model.output.weight.fill_(math.nan)
             return torch.tensor(math.nan)
@@ -412,14 +417,42 @@ def test_its_metrics_have_a_line_for_each_epoch(finished: Path) -> None:
             "loss",
             "learning_rate_factor",
             "validation",
+            "validation_deciles",
             "best",
+            "redistributions",
             "train_seconds",
+            "phase_seconds",
             "peak_memory_bytes",
         }
         assert set(entry["validation"]) == {
             f"{name}@{rank}" for name in ("P", "nDCG", "R", "PSP", "PSnDCG") for rank in range(1, 6)
         }
         assert entry["peak_memory_bytes"] > 2**20
+        assert len(entry["validation_deciles"]) == 10
+        assert sum(decile["labels"] for decile in entry["validation_deciles"]) == 24
+        for name in ("P@1", "P@5"):  # every hit is in one decile
+            parts = sum(decile[name] for decile in entry["validation_deciles"])
+            assert parts == pytest.approx(entry["validation"][name])
+        assert set(entry["phase_seconds"]) == set(PHASES)
+        for name in ("data", "forward", "output_step", "dense_update", "validation"):
+            assert entry["phase_seconds"][name] > 0.0
+
+
+def test_the_phases_take_no_longer_than_the_run(train: Train) -> None:
+    started = time.perf_counter()
+    run = train(problems.dataset(), training={"epochs": 3, "checkpoint_seconds": 0.0})
+    passed = time.perf_counter() - started
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    spent = {name: sum(entry["phase_seconds"][name] for entry in entries) for name in PHASES}
+    assert 0.0 < sum(spent.values()) <= passed
+    steps = sum(spent[name] for name in ("data", "forward", "output_step", "dense_update", "redistribution"))
+    assert steps <= entries[-1]["train_seconds"] + 1e-3
+    assert all(seconds > 0.0 for seconds in spent.values())
+
+
+def test_a_dense_output_has_no_redistributions_to_record(train: Train) -> None:
+    run = train(problems.dataset(), model={"output": "dense"}, training={"epochs": 1})
+    assert "redistributions" not in runs.metrics(run)[0]
 
 
 def test_its_log_tells_the_course(finished: Path) -> None:
@@ -454,7 +487,14 @@ def test_a_checkpoint_names_config_problem_and_data(finished: Path) -> None:
     assert facts["config"]["training"]["epochs"] == 3
     assert facts["problem"]["label_count"] == 24
     assert facts["data"]["name"] == "toy"
-    assert facts["position"] == {"epoch": 3, "batch": 0, "step": 36, "loss_sum": 0.0, "finished": False}
+    assert facts["position"] == {
+        "epoch": 3,
+        "batch": 0,
+        "step": 36,
+        "loss_sum": 0.0,
+        "finished": False,
+        "redistributions": [],
+    }
 
 
 # ---- refusals --------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 config.toml        every setting; `xmlc train DATA --out OTHER --config config.toml` repeats the run
 environment.json   versions, machine, instruction set, git commit
 data.json          source, fingerprint and counts of the data set
-metrics.jsonl      one line for each epoch
+metrics.jsonl      one line for each epoch, docs/run-folder.md
 train.log          what happened, with times
 checkpoints/       docs/checkpoint-format.md
 """

@@ -8,23 +8,45 @@ from torch import Tensor
 from xmlc.data.batches import Batch
 from xmlc.nn import Model
 from xmlc.training.optimizers import Optimizers
+from xmlc.training.phases import Stopwatch
 
 
 def training_step(
-    model: Model, batch: Batch, optimizers: Optimizers, output_rate: float, step: int, clip_norm: float
+    model: Model,
+    batch: Batch,
+    optimizers: Optimizers,
+    output_rate: float,
+    step: int,
+    clip_norm: float,
+    stopwatch: Stopwatch,
 ) -> Tensor:
     """Update the whole model from one batch and return the loss, float64 [].
 
     The output layer updates itself inside the fused step and hands back the gradient of its input; the
     layers before it then follow, the penultimate layer block by block. ``step`` counts from 1 and, with the
-    seed, decides all randomness of the step.
+    seed, decides all randomness of the step. The time goes to three phases of the stopwatch.
     """
-    hidden = model.hidden(
-        batch, step_generator(model.config.training.seed, step)
-    )  # [batch, hidden], autograd
-    with torch.no_grad():
-        features = model.features(hidden)  # [input, batch]
-    loss, gradient = model.output.step(features, batch.labels, output_rate, step)
+    with stopwatch.phase("forward"):
+        generator = step_generator(model.config.training.seed, step)
+        hidden = model.hidden(batch, generator)  # [batch, hidden], autograd
+        with torch.no_grad():
+            features = model.features(hidden)  # [input, batch]
+    with stopwatch.phase("output_step"):
+        loss, gradient = model.output.step(features, batch.labels, output_rate, step)
+    with stopwatch.phase("dense_update"):
+        _dense_update(model, hidden, features, gradient, optimizers, clip_norm)
+    return loss
+
+
+def _dense_update(
+    model: Model,
+    hidden: Tensor,  # [batch, hidden], autograd
+    features: Tensor,  # [input, batch]
+    gradient: Tensor,  # of the features, [input, batch]; changed in place
+    optimizers: Optimizers,
+    clip_norm: float,
+) -> None:
+    """Take the gradient of the features back through penultimate layer and encoder, and update both."""
     with torch.no_grad():
         if model.penultimate is None:
             hidden_gradient = gradient.T
@@ -43,7 +65,6 @@ def training_step(
         if model.penultimate is not None:
             model.penultimate.update(hidden, gradient, optimizers.penultimate)
     optimizers.step_encoder()
-    return loss
 
 
 def step_generator(seed: int, step: int) -> torch.Generator:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,17 +22,22 @@ from xmlc.config import Config
 from xmlc.data import Dataset
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
 from xmlc.evaluation import evaluate_model
+from xmlc.metrics import Report
 from xmlc.nn import Model
 from xmlc.nn.output_layer import SparseOutput
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
 from xmlc.training.optimizers import Optimizers
+from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import Prepared, prepare
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
 
 METRIC_RANKS = 5
+METRICS = ("P", "nDCG", "R", "PSP", "PSnDCG")
+DECILE_VALUES = ("labels", "training_positives", "P@1", "P@5", "PSP@1", "PSP@5", "R@5", "coverage@5")
+"""What is recorded of each label-frequency decile of a validation."""
 
 
 class StoppedBySignalError(XmlcError):
@@ -52,6 +57,7 @@ class Position:
     step: int = 0
     loss_sum: float = 0.0  # over the epoch's batches so far
     finished: bool = False
+    redistributions: list[dict[str, int]] = field(default_factory=list)  # of the epoch: step, moved
 
 
 class Trainer:
@@ -70,6 +76,7 @@ class Trainer:
         self.stopping = EarlyStopping(config.training, Plateau())
         self.position = Position()
         self.seconds = 0.0  # spent in training steps, over all sessions of the run
+        self.stopwatch = Stopwatch()  # since the last line of metrics
         self._saved = time.monotonic()
         self._signal: int | None = None
         self._board = _tensorboard(folder.path) if config.training.tensorboard else None
@@ -94,7 +101,7 @@ class Trainer:
         started = time.monotonic()
         stream = self.prepared.train
         with progress.bar(len(stream), f"epoch {position.epoch + 1}", position.batch) as bar:
-            for batch in stream.epoch(position.epoch, position.batch):
+            for batch in self.stopwatch.each("data", stream.epoch(position.epoch, position.batch)):
                 loss = self._step(batch)
                 position.batch += 1
                 position.loss_sum += loss
@@ -123,7 +130,13 @@ class Trainer:
         self.optimizers.set_rates(config.dense_optimizer.learning_rate * factor, output_rate)
         loss = float(
             training_step(
-                self.model, batch, self.optimizers, output_rate, position.step, config.training.clip_norm
+                self.model,
+                batch,
+                self.optimizers,
+                output_rate,
+                position.step,
+                config.training.clip_norm,
+                self.stopwatch,
             )
         )
         if not math.isfinite(loss):
@@ -135,9 +148,11 @@ class Trainer:
             )
         output = self.model.output
         if isinstance(output, SparseOutput) and self.policy.due(position.step):
-            moved = output.redistribute(
-                config.redistribution, self.policy.strength(position.step), position.step
-            )
+            with self.stopwatch.phase("redistribution"):
+                moved = output.redistribute(
+                    config.redistribution, self.policy.strength(position.step), position.step
+                )
+            position.redistributions.append({"step": position.step, "moved": moved})
             self.folder.log(f"step {position.step}: redistributed {moved} connections")
         return loss
 
@@ -153,33 +168,44 @@ class Trainer:
         }
         best = True
         if len(self.prepared.validation.rows):
-            values = self._validate()
+            with self.stopwatch.phase("validation"):
+                report = self._validate()
+            values = {
+                name: report.values[name] for name in report.values if name.partition("@")[0] in METRICS
+            }
             entry["validation"] = values
+            entry["validation_deciles"] = [
+                {name: decile[name] for name in DECILE_VALUES} for decile in report.deciles
+            ]
             self.schedule.evaluated(values[training.metric])
             best = self.stopping.evaluated(values[training.metric])
             position.finished = self.stopping.stop
         entry["best"] = best
+        if isinstance(self.model.output, SparseOutput):
+            entry["redistributions"] = position.redistributions
         entry["train_seconds"] = round(self.seconds, 3)
+        entry["phase_seconds"] = self.stopwatch.take()
         entry["peak_memory_bytes"] = progress.peak_memory_bytes()
         position.epoch += 1
         position.batch = 0
         position.loss_sum = 0.0
+        position.redistributions = []
         self.folder.record(entry)
         self.save(best)
         self._tell(entry)
         if self._signal is not None and position.epoch < training.epochs and not position.finished:
             self._stop_on_signal()
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self) -> Report:
         ranks = max(METRIC_RANKS, int(self.config.training.metric.partition("@")[2]))
-        report = evaluate_model(
+        return evaluate_model(
             self.model,
             self.prepared.validation,
             ranks,
             self.prepared.validation_filter,
+            deciles=True,
             progress=progress.evaluation_bar,
         )
-        return {name: value for name, value in report.values.items() if name.partition("@")[0] in METRICS}
 
     def _tell(self, entry: dict[str, Any]) -> None:
         parts = [f"epoch {entry['epoch']}/{self.config.training.epochs}", f"loss {entry['loss']:.4g}"]
@@ -219,11 +245,13 @@ class Trainer:
             "schedule": {"plateau": self.schedule.plateau.state(), "factor": self.schedule.plateau_factor},
             "stopping": self.stopping.plateau.state(),
             "seconds": self.seconds,
+            "phase_seconds": dict(self.stopwatch.seconds),
         }
-        self.folder.checkpoints.save(name, tensors, metadata)
-        if best:
-            self.folder.checkpoints.mark_best(name)
-        self.folder.checkpoints.keep(last=1)
+        with self.stopwatch.phase("checkpoint"):
+            self.folder.checkpoints.save(name, tensors, metadata)
+            if best:
+                self.folder.checkpoints.mark_best(name)
+            self.folder.checkpoints.keep(last=1)
         self._saved = time.monotonic()
 
     def resume(self) -> None:
@@ -250,6 +278,7 @@ class Trainer:
             self.schedule.plateau_factor = metadata["schedule"]["factor"]
             self.stopping.plateau = Plateau(**metadata["stopping"])
             self.seconds = metadata["seconds"]
+            self.stopwatch.restore(metadata.get("phase_seconds", {}))  # older versions kept none
         except (KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path}: the checkpoint must hold the state of this run, found "
@@ -288,9 +317,6 @@ class Trainer:
             f"{self.folder.path}: stopped by {name} at step {self.position.step}, checkpoint written; "
             "continue with --resume",
         )
-
-
-METRICS = ("P", "nDCG", "R", "PSP", "PSnDCG")
 
 
 def data_facts(dataset: Dataset) -> dict[str, Any]:
