@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,7 @@ def train(xmlc: Xmlc, home: Path, tmp_path: Path) -> Callable[..., Result]:
         (["predict", "x", "-k", "-1"], "-1 is not in the range"),
         (["predict", "x", "no such file"], "'no such file': No such file or directory"),
         (["predict", "x", "."], "Is a directory"),
+        (["report"], "Missing argument 'RUN'"),
         (["data", "bogus"], "No such command 'bogus'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -205,6 +207,29 @@ def test_a_line_far_down_is_named_by_its_number(xmlc: Xmlc, home: Path) -> None:
     assert result.exit_code == 2
     assert ":1501: must be UTF-8" in result.stderr
     assert len(result.stdout.splitlines()) == 1024  # what was answered before stays
+
+
+# ---- report ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_to_report_on_that_is_none(xmlc: Xmlc, tmp_path: Path) -> None:
+    assert "must be the folder of a run, found no config.toml" in refused(xmlc("report", tmp_path / "none"))
+    (tmp_path / "config.toml").write_text("")
+    assert "a report needs at least one finished epoch" in refused(xmlc("report", tmp_path))
+
+
+def test_a_damaged_line_of_metrics(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "dense run", tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:2], lines[2][:40], *lines[3:]]) + "\n")
+    assert f"{file}:3: must be what a run records" in refused(xmlc("report", tmp_path / "run"))
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_place_for_the_report_that_cannot_be(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    line = refused(xmlc("report", home / "dense run", "--out", tmp_path / "none" / "report.html"))
+    assert "the report must be writable: No such file or directory" in line
 
 
 # ---- data ------------------------------------------------------------------------------------------------

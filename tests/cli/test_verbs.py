@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ def ok(result: Result) -> str:
 
 def test_help_lists_the_verbs_in_the_order_of_use(xmlc: Xmlc) -> None:
     text = ok(xmlc("--help"))
-    places = [text.index(f"\n  {verb} ") for verb in ("train", "eval", "predict", "data", "info")]
+    places = [text.index(f"\n  {verb} ") for verb in ("train", "eval", "predict", "data", "report", "info")]
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "predict", "data", "info"])
+@pytest.mark.parametrize("verb", ["train", "eval", "predict", "data", "report", "info"])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_verb_has_help(verb: str, flag: str, xmlc: Xmlc) -> None:
     assert f" {verb} [OPTIONS]" in ok(xmlc(verb, flag)).splitlines()[0]
@@ -252,3 +253,23 @@ def test_info_says_what_is_in_use(xmlc: Xmlc) -> None:
     text = ok(xmlc("info"))
     for word in ("xmlc", "python", "torch", "machine", "CPU kernels", "(in use: ", "CUDA kernels"):
         assert word in text
+
+
+# ---- report ----------------------------------------------------------------------------------------------
+
+
+def test_report_writes_a_page_and_prints_its_path(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a report.html"
+    assert ok(xmlc("report", home / "text run", "--out", out)) == f"{out}\n"
+    text = out.read_text()
+    for words in ("text data", "Training loss", "Connections pruned and regrown", "Time by phase"):
+        assert words in text
+    assert "connections moved in all" in text
+    assert text.count("<svg ") == 7  # all but the share of active gradients
+
+
+def test_report_goes_into_the_run_folder(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(home / "dense run", run)
+    assert ok(xmlc("report", run)) == f"{run / 'report.html'}\n"
+    assert (run / "report.html").is_file()
