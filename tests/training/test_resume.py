@@ -19,7 +19,7 @@ import problems
 import pytest
 import runs
 
-from xmlc.checkpoint import CheckpointFolder
+from xmlc.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from xmlc.config import Config, dump_config
 from xmlc.data import open_dataset
 from xmlc.errors import CheckpointError, ConfigError
@@ -261,6 +261,16 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(train: Train, at_
     with pytest.raises(Killed):
         train(dataset, "killed", **settings)
     runs.assert_same_run(train(dataset, "killed", resume=True, **settings), whole)
+
+
+def test_a_run_begun_before_times_were_kept_goes_on(stopped: Path, train: Train) -> None:
+    path = CheckpointFolder(stopped / "checkpoints").latest()
+    assert path is not None
+    old = read_checkpoint(path)
+    facts: dict[str, Any] = dict(old.metadata)
+    del facts["phase_seconds"], facts["position"]["redistributions"]
+    write_checkpoint(path, old.tensors, facts)
+    assert len(runs.metrics(train(problems.dataset(), resume=True))) == 8
 
 
 # ---- what a resumed run refuses --------------------------------------------------------------------------
