@@ -42,6 +42,9 @@ class DataConfig(Section):
     """Share of the training instances held out to choose learning rate, epoch and early stop."""
     mask_filter_pairs: bool = True
     """Mask the (instance, label) pairs of the filter files in evaluation."""
+    label_documents: bool = False
+    """Also train on every label's own text (or features), as an instance whose one label it is. Propensities
+    and validation know nothing of these instances."""
     unit_length: bool = True
     """Scale every instance's sparse features to Euclidean length 1."""
 

@@ -159,3 +159,78 @@ def test_texts_are_vectorised_once_and_found_again(tmp_path: Path, monkeypatch: 
     assert isinstance(first.train.features, CsrRows)
     assert isinstance(again.train.features, CsrRows)
     np.testing.assert_array_equal(first.train.features.indices, again.train.features.indices)
+
+
+def with_documents(kind: problems.Kind) -> Dataset:
+    """Labels with a text (or features) each, but label 3 an empty one where that is possible."""
+    made = problems.dataset(kind)
+    if kind == "text":
+        texts = ["" if label == 3 else f"word{3 * label} own{label}" for label in range(problems.LABELS)]
+        return replace(made, label_texts=TextColumn.from_strings(texts))
+    if kind == "dense":
+        return replace(made, label_features=np.eye(problems.LABELS, problems.HIDDEN, dtype=np.float32))
+    rows = scipy.sparse.lil_array((problems.LABELS, problems.FEATURES), dtype=np.float32)
+    for label in range(problems.LABELS):
+        if label != 3:
+            rows[label, 3 * label] = 2.0
+    return replace(made, label_features=CsrRows.from_scipy(rows, "labels"))
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_label_documents_are_trained_on_with_their_own_label(kind: problems.Kind) -> None:
+    dataset = with_documents(kind)
+    parts = prepared(dataset, data={"label_documents": True, "validation_fraction": 0.25})
+    held_out = set(parts.validation.rows.tolist())
+    assert max(held_out) < 200
+    documents = set(range(200, 200 + problems.LABELS)) - (set() if kind == "dense" else {203})
+    assert trained_rows(parts) == (set(range(200)) - held_out) | documents
+    for batch in parts.train.epoch(0):
+        for row, instance in enumerate(batch.instances.tolist()):
+            labels = batch.labels.take(np.array([row])).indices.tolist()
+            if instance >= 200:
+                assert labels == [instance - 200]
+            else:
+                assert labels == dataset.train.labels.take(np.array([instance])).indices.tolist()
+    assert parts.problem.label_instances.sum() == len(dataset.train.labels.indices), "propensities"
+    assert parts.problem.instances == 200
+
+
+def test_the_words_of_label_documents_are_in_the_vocabulary_and_reach_the_encoder() -> None:
+    parts = prepared(with_documents("text"), data={"label_documents": True})
+    assert parts.vectorizer is not None
+    own = parts.vectorizer.transform(["own7"])
+    assert len(own.indices) == 1
+    features = parts.train.features
+    assert isinstance(features, CsrRows)
+    assert own.indices[0] in features.take(np.array([207])).indices
+    without = prepared(with_documents("text"))
+    assert without.vectorizer is not None
+    assert len(without.vectorizer.transform(["own7"]).indices) == 0
+
+
+def test_label_features_are_stacked_below_those_of_the_instances() -> None:
+    dataset = with_documents("sparse")
+    parts = prepared(dataset, data={"label_documents": True})
+    features = parts.train.features
+    assert isinstance(features, CsrRows)
+    assert features.take(np.array([205])).indices.tolist() == [15]
+    assert features.take(np.array([205])).values == [2.0]
+    dense = prepared(with_documents("dense"), data={"label_documents": True}).train.features
+    assert isinstance(dense, np.ndarray)
+    assert dense[201].argmax() == 1
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_label_documents_need_a_text_or_features(kind: problems.Kind) -> None:
+    with pytest.raises(DataError, match=r"toy-.*label_documents needs .* of the labels, found none"):
+        prepared(problems.dataset(kind), data={"label_documents": True})
+
+
+def test_label_features_of_another_space_are_refused() -> None:
+    dataset = with_documents("sparse")
+    wider = CsrRows.from_scipy(scipy.sparse.eye_array(problems.LABELS, 200), "labels")
+    with pytest.raises(DataError, match=r"found sparse ones of 96 columns and sparse ones of 200 columns"):
+        prepared(replace(dataset, label_features=wider), data={"label_documents": True})
+    dense = np.zeros((problems.LABELS, problems.FEATURES), np.float32)
+    with pytest.raises(DataError, match=r"found sparse ones of 96 columns and dense ones of 96 columns"):
+        prepared(replace(dataset, label_features=dense), data={"label_documents": True})

@@ -20,7 +20,7 @@ _HOLDOUT_STREAM = 2**64 - 1  # the second key word of the hold-out; epochs count
 class Batch:
     """Some instances with their features and labels, all in one order."""
 
-    instances: Int64  # [batch], rows of the split
+    instances: Int64  # [batch], rows of the split, then label documents
     features: CsrRows | Float32  # [batch, feature], or dense [batch, hidden]
     labels: CsrRows  # [batch, label]
 

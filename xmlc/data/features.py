@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,17 @@ class TextFeatures:
     """A fitted vectorizer and what it makes of both splits."""
 
     vectorizer: TextVectorizer
-    train: CsrRows  # [instance, feature], every training instance
+    train: CsrRows  # [instance, feature], every training instance; then the label documents, if asked for
     test: CsrRows | None  # [instance, feature]
 
 
 def open_text_features(
-    dataset: Dataset, config: TextConfig, rows: Int64, *, cache: Path | None = None
+    dataset: Dataset,
+    config: TextConfig,
+    rows: Int64,
+    *,
+    label_documents: bool = False,
+    cache: Path | None = None,
 ) -> TextFeatures:
     """Fit TF-IDF on the chosen training texts and transform all texts, or open what an earlier call stored.
 
@@ -37,6 +43,7 @@ def open_text_features(
         dataset: Of kind ``text``.
         config: Settings of the vectorizer.
         rows: The training instances to fit on, [chosen].
+        label_documents: Fit on the labels' texts as well, and append their rows to the training rows.
         cache: Folder of the stores; None takes `cache_folder`.
 
     Raises:
@@ -48,21 +55,28 @@ def open_text_features(
     key = {
         "dataset": dataset.fingerprint,
         "text": config.model_dump(mode="json"),
+        "label_documents": label_documents,
         "rows": hashlib.blake2b(np.asarray(rows, "<i8").tobytes(), digest_size=16).hexdigest(),
     }
 
     def build(scratch: Path) -> Stored:
-        vectorizer = TextVectorizer.fit((texts[row] for row in rows), config)
+        documents: list[TextColumn] = []
+        if label_documents:
+            assert dataset.label_texts is not None, "checked by the caller"
+            documents.append(dataset.label_texts)
+        vectorizer = TextVectorizer.fit(chain((texts[row] for row in rows), *documents), config)
         arrays = vectorizer.to_arrays()
-        for name, split in (("train", dataset.train), ("test", dataset.test)):
-            if split is not None and split.texts is not None:
-                matrix = _transform(vectorizer, split.texts, scratch)
-                assert matrix.values is not None
-                arrays |= {
-                    f"{name}.offsets": matrix.offsets,
-                    f"{name}.indices": matrix.indices,
-                    f"{name}.values": matrix.values,
-                }
+        columns = {"train": [texts, *documents]}
+        if dataset.test is not None and dataset.test.texts is not None:
+            columns["test"] = [dataset.test.texts]
+        for name, parts in columns.items():
+            matrix = _transform(vectorizer, parts, scratch)
+            assert matrix.values is not None
+            arrays |= {
+                f"{name}.offsets": matrix.offsets,
+                f"{name}.indices": matrix.indices,
+                f"{name}.values": matrix.values,
+            }
         return Stored(arrays, {"columns": vectorizer.columns})
 
     digest = hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
@@ -81,9 +95,9 @@ def open_text_features(
     )
 
 
-def _transform(vectorizer: TextVectorizer, texts: TextColumn, folder: Path) -> CsrRows:
+def _transform(vectorizer: TextVectorizer, columns: list[TextColumn], folder: Path) -> CsrRows:
     with Scratch(folder) as scratch:
         spool = RowsSpool(scratch, vectorizer.columns, with_values=True)
-        for block in vectorizer.transform_blocks(texts):
+        for block in vectorizer.transform_blocks(chain.from_iterable(columns)):
             spool.append(block)
         return spool.finish()

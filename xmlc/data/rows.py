@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -118,6 +118,21 @@ class TextColumn:
         blobs = [text.encode() for text in texts]
         lengths = np.fromiter(map(len, blobs), np.int64, len(blobs))
         return cls(_offsets(lengths), np.frombuffer(b"".join(blobs), np.uint8))
+
+
+def concatenate_rows(parts: Sequence[CsrRows], columns: int) -> CsrRows:
+    """Return the rows of all parts, one below the other; values where a part has some."""
+    offsets = [np.zeros(1, np.int64)]
+    for part in parts:
+        offsets.append(part.offsets[1:] + offsets[-1][-1])
+    indices = [np.empty(0, np.int32), *(part.indices for part in parts)]
+    values = None
+    if not parts or any(part.values is not None for part in parts):
+        ones = (
+            np.ones(len(part.indices), np.float32) if part.values is None else part.values for part in parts
+        )
+        values = np.concatenate([np.empty(0, np.float32), *ones])
+    return CsrRows(np.concatenate(offsets), np.concatenate(indices), values, columns)
 
 
 def row_of(offsets: Int64, entry: int) -> int:

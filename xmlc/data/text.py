@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sklearn.feature_extraction.text import CountVectorizer
 
 from xmlc.config import TextConfig
-from xmlc.data.rows import CsrRows, Float32, TextColumn, unit_length
+from xmlc.data.rows import CsrRows, Float32, TextColumn, concatenate_rows, unit_length
 from xmlc.errors import DataError
 
 # Every run of letters, digits and underscores is a word, single characters too: in a title "C" or "5" may be
@@ -98,7 +98,7 @@ class TextVectorizer:
 
     def transform(self, texts: Iterable[str]) -> CsrRows:
         """Return float32 [text, term], rows of length 1; a text without known terms gives an empty row."""
-        return _concatenate(list(self.transform_blocks(texts)), self.columns)
+        return concatenate_rows(list(self.transform_blocks(texts)), self.columns)
 
     def transform_blocks(self, texts: Iterable[str]) -> Iterator[CsrRows]:
         """Yield `transform`'s rows in consecutive blocks of a few thousand."""
@@ -176,12 +176,3 @@ def _block(name: str, config: TextConfig, terms: list[str], idf: Float32) -> _Bl
     vocabulary = {term: column for column, term in enumerate(terms)}
     counter = _counter(name, config, vocabulary)
     return _Block(counter, TextColumn.from_strings(terms), idf, config.sublinear_tf)
-
-
-def _concatenate(parts: list[CsrRows], columns: int) -> CsrRows:
-    offsets = [np.zeros(1, np.int64)]
-    for part in parts:
-        offsets.append(part.offsets[1:] + offsets[-1][-1])
-    indices = [np.empty(0, np.int32), *(part.indices for part in parts)]
-    values = [np.empty(0, np.float32), *(part.values for part in parts if part.values is not None)]
-    return CsrRows(np.concatenate(offsets), np.concatenate(indices), np.concatenate(values), columns)

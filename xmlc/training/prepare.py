@@ -10,9 +10,9 @@ import numpy as np
 from xmlc.config import Config
 from xmlc.data import Dataset
 from xmlc.data.batches import BatchStream, holdout
-from xmlc.data.dataset import Features
+from xmlc.data.dataset import Features, feature_columns
 from xmlc.data.features import open_text_features
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, Int64, concatenate_rows
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import DataError
 from xmlc.evaluation.evaluator import BATCH
@@ -47,21 +47,34 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
     train_rows, validation_rows = holdout(
         split.instances, 0.0 if training.paper_protocol else config.data.validation_fraction, training.seed
     )
+    documents = _label_documents(dataset) if config.data.label_documents else None
     features, test_features, vectorizer = split.features, None, None
     if dataset.test is not None:
         test_features = dataset.test.features
     if dataset.kind == "text":
-        texts = open_text_features(dataset, config.text, train_rows, cache=cache)
+        texts = open_text_features(
+            dataset,
+            config.text,
+            train_rows,
+            label_documents=documents is not None,
+            cache=cache,
+        )
         features, test_features, vectorizer = texts.train, texts.test, texts.vectorizer
+    elif documents is not None:
+        features = _stack(features, dataset.label_features)
     assert features is not None, "a data set without texts has features"
-    feature_count = features.columns if isinstance(features, CsrRows) else features.shape[1]
+    feature_count = feature_columns(features)
     if feature_count == 0:
         raise DataError(
             f"{dataset.name}: training needs at least one feature, found {dataset.kind} features of 0 "
             "columns; check the files"
         )
 
-    validation = BatchStream(features, split.labels, validation_rows, BATCH, training.seed)
+    labels = split.labels
+    if documents is not None:  # rows behind those of the instances
+        labels = concatenate_rows([labels, _identity(dataset.label_count)], dataset.label_count)
+        train_rows = np.concatenate([train_rows, split.instances + documents])
+    validation = BatchStream(features, labels, validation_rows, BATCH, training.seed)
     validation_filter = None if split.filter_pairs is None else split.filter_pairs.take(validation_rows)
     if training.paper_protocol:
         if dataset.test is None or test_features is None:
@@ -78,11 +91,52 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
             propensity_b=dataset.propensity_b,
             label_instances=np.bincount(split.labels.indices, minlength=dataset.label_count).astype(np.int64),
         ),
-        train=BatchStream(features, split.labels, train_rows, training.batch_size, training.seed),
+        train=BatchStream(features, labels, train_rows, training.batch_size, training.seed),
         validation=validation,
         validation_filter=validation_filter if config.data.mask_filter_pairs else None,
         vectorizer=vectorizer,
     )
+
+
+def _label_documents(dataset: Dataset) -> Int64:
+    """Return the labels that have a text (or features) to train on.
+
+    Raises:
+        DataError: The data set has neither.
+    """
+    documents = dataset.label_texts if dataset.kind == "text" else dataset.label_features
+    if documents is None:
+        needed = "texts" if dataset.kind == "text" else "features"
+        raise DataError(
+            f"{dataset.name}: data.label_documents needs {needed} of the labels, found none; set it to false"
+        )
+    if isinstance(documents, np.ndarray):
+        return np.arange(len(documents))
+    return np.flatnonzero(np.diff(documents.offsets))
+
+
+def _identity(labels: int) -> CsrRows:
+    """Return label i as the one label of row i."""
+    return CsrRows(np.arange(labels + 1), np.arange(labels, dtype=np.int32), None, labels)
+
+
+def _stack(features: Features | None, documents: Features | None) -> Features:
+    """Return the rows of both, one below the other."""
+    columns = feature_columns(features)
+    if columns == feature_columns(documents):
+        if isinstance(features, CsrRows) and isinstance(documents, CsrRows):
+            return concatenate_rows([features, documents], columns)
+        if isinstance(features, np.ndarray) and isinstance(documents, np.ndarray):
+            return np.concatenate([features, documents])
+    raise DataError(
+        "data.label_documents: instances and labels must have features of one kind and equally many columns, "
+        f"found {_described(features)} and {_described(documents)}; set it to false"
+    )
+
+
+def _described(features: Features | None) -> str:
+    kind = "sparse" if isinstance(features, CsrRows) else "dense"
+    return f"{kind} ones of {feature_columns(features)} columns"
 
 
 def whole(features: Features, labels: CsrRows) -> BatchStream:
