@@ -56,7 +56,7 @@ struct Positives {
   }
 };
 
-template <int kVectors, class Index, class Weight, class LossFunction>
+template <int kVectors>
 struct FusedTilePass {
   const FusedStepArguments& a;
   const FusedScratch& scratch;
@@ -69,8 +69,9 @@ struct FusedTilePass {
   double loss_sum = 0.0;
 
   // Scaled gradient of one label's logits, and its loss unless the driver has it.
-  XMLC_OUTLINE void evaluate(std::int64_t label, const Float (&logit)[kVectors],
-                             Float (&gradient)[kVectors]) {
+  template <class LossFunction>
+  XMLC_OUTLINE void evaluate_as(std::int64_t label, const Float (&logit)[kVectors],
+                                Float (&gradient)[kVectors]) {
     float targets[kVectors * kLanes];
     const bool found = positives.read(label, targets);
     const float weight = !found || a.positive_weight == nullptr ? 1.0f : a.positive_weight[label];
@@ -102,20 +103,30 @@ struct FusedTilePass {
     }
   }
 
+  XMLC_INLINE void evaluate(std::int64_t label, const Float (&logit)[kVectors], Float (&gradient)[kVectors]) {
+    switch (a.loss) {
+      case Loss::kSquaredHinge:
+        return evaluate_as<SquaredHinge>(label, logit, gradient);
+      case Loss::kBce:
+        return evaluate_as<Bce>(label, logit, gradient);
+      case Loss::kSoftmax:
+        return evaluate_as<Softmax>(label, logit, gradient);
+      case Loss::kDecoupledSoftmax:
+        return evaluate_as<DecoupledSoftmax>(label, logit, gradient);
+    }
+  }
+
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    const Index* indices = static_cast<const Index*>(layer.indices) + group * layer.fan_in;
-    std::int64_t stride;
-    const float* weight = weight_rows<kLabels>(
-        static_cast<const Weight*>(layer.weight) + label * layer.fan_in, layer.fan_in, rows, stride);
+    const float* weight = weight_rows<kLabels>(layer, label, rows);
     const std::int64_t tile_floats = scratch.tiling.input * scratch.tiling.width;
     const float* features = scratch.features + tile * tile_floats;
 
     Float logit[kLabels][kVectors];
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(features, indices, layer.fan_in, weight, stride, logit);
+    gather(layer, group, features, weight, logit);
 
     Float gradient[kLabels][kVectors];
     Float bias_gradient[kLabels];
@@ -134,21 +145,21 @@ struct FusedTilePass {
     if (!active) return;
 
     for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
-    prefetch_rows<kVectors>(scratch.feature_gradient + tile * tile_floats, indices, layer.fan_in);
-    dot<kLabels, kVectors, false>(features, indices, layer.fan_in, gradient,
-                                  scratch.weight_gradient + slot * scratch.padded_fan_in,
-                                  scratch.padded_fan_in);
-    scatter(scratch.feature_gradient + tile * tile_floats, indices, layer.fan_in, weight, stride, gradient);
+    float* feature_gradient = scratch.feature_gradient + tile * tile_floats;
+    prefetch_rows<kVectors>(layer, group, feature_gradient);
+    dot<false>(layer, group, features, gradient, scratch.weight_gradient + slot * scratch.padded_fan_in,
+               scratch.padded_fan_in);
+    scatter(layer, group, feature_gradient, weight, gradient);
   }
 };
 
-template <int kVectors, class Index, class Weight, class LossFunction>
+template <int kVectors>
 void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
                    std::int64_t tile) {
   const std::int64_t first_label = block.first * a.layer.group_size;
   const std::int64_t first_instance = tile * scratch.tiling.width;
-  FusedTilePass<kVectors, Index, Weight, LossFunction> pass{
-      a, scratch, rows, tile, first_label, Positives<kVectors>(a, first_instance, first_label)};
+  FusedTilePass<kVectors> pass{a,    scratch,     rows,
+                               tile, first_label, Positives<kVectors>(a, first_instance, first_label)};
   pass.cutoff = Float(a.gradient_cutoff * a.scale);
   for (int v = 0; v < kVectors; ++v) {
     float factor[kLanes];
@@ -168,27 +179,14 @@ void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, flo
 
 void fused_tile(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
                 std::int64_t tile) {
-  with_types(a.layer, scratch.tiling.width, [&](auto vectors, auto index, auto weight) {
-    using Index = typename decltype(index)::type;
-    using Weight = typename decltype(weight)::type;
-    constexpr int kVectors = decltype(vectors)::value;
-    switch (a.loss) {
-      case Loss::kSquaredHinge:
-        return fused_tile_of<kVectors, Index, Weight, SquaredHinge>(a, scratch, rows, block, tile);
-      case Loss::kBce:
-        return fused_tile_of<kVectors, Index, Weight, Bce>(a, scratch, rows, block, tile);
-      case Loss::kSoftmax:
-        return fused_tile_of<kVectors, Index, Weight, Softmax>(a, scratch, rows, block, tile);
-      case Loss::kDecoupledSoftmax:
-        return fused_tile_of<kVectors, Index, Weight, DecoupledSoftmax>(a, scratch, rows, block, tile);
-    }
-  });
+  with_width(scratch.tiling.width,
+             [&](auto vectors) { fused_tile_of<vectors.value>(a, scratch, rows, block, tile); });
 }
 
 // First pass of the normalised losses: the sum of exp(logit - reference) of each instance, and the logits of
 // its positives. The reference rises only when a logit is far above it, so that one exponential per logit
 // does.
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 struct NormaliserPass {
   const FusedStepArguments& a;
   const FusedScratch& scratch;
@@ -223,15 +221,12 @@ struct NormaliserPass {
   template <int kLabels>
   XMLC_INLINE void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    const Index* indices = static_cast<const Index*>(layer.indices) + group * layer.fan_in;
-    std::int64_t stride;
-    const float* weight = weight_rows<kLabels>(
-        static_cast<const Weight*>(layer.weight) + label * layer.fan_in, layer.fan_in, rows, stride);
+    const float* weight = weight_rows<kLabels>(layer, label, rows);
     Float logit[kLabels][kVectors];
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(scratch.features + tile * scratch.tiling.input * scratch.tiling.width, indices, layer.fan_in,
-           weight, stride, logit);
+    gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width, weight,
+           logit);
     for (int r = 0; r < kLabels; ++r) {
       positives.for_label(label + r, [&](std::int64_t lane, std::int64_t pair) {
         float lanes[kLanes];
@@ -251,11 +246,11 @@ struct NormaliserPass {
   }
 };
 
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratch, float* rows,
                          GroupRange block, std::int64_t tile) {
   const std::int64_t first = tile * scratch.tiling.width;
-  NormaliserPass<kVectors, Index, Weight> pass{
+  NormaliserPass<kVectors> pass{
       a, scratch, rows, tile, Positives<kVectors>(a, first, block.first * a.layer.group_size), {}, {}};
   for (int v = 0; v < kVectors; ++v) {
     pass.reference[v] = load(scratch.reference + first + v * kLanes);
@@ -272,10 +267,8 @@ void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratc
 
 void fused_normaliser(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
                       std::int64_t tile) {
-  with_types(a.layer, scratch.tiling.width, [&](auto vectors, auto index, auto weight) {
-    fused_normaliser_of<decltype(vectors)::value, typename decltype(index)::type,
-                        typename decltype(weight)::type>(a, scratch, rows, block, tile);
-  });
+  with_width(scratch.tiling.width,
+             [&](auto vectors) { fused_normaliser_of<vectors.value>(a, scratch, rows, block, tile); });
 }
 
 // Sixteen (or the first `count`) weights of a row.

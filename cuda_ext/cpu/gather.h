@@ -3,8 +3,8 @@
 // kVectors * 16 = width of the tile.
 //
 // All names are in an unnamed namespace: nothing compiled for one instruction set is visible outside. The
-// products are functions of their own, not inlined into each pass: a call is nothing beside their work, and
-// the passes come in some hundred combinations of types.
+// products are functions of their own, and the types of weights and indices are looked up in front of them: a
+// branch and a call are nothing beside their work, and each pass is compiled for widths of the tile alone.
 #pragma once
 
 #include "kernels.h"
@@ -13,29 +13,35 @@
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
 
-// Weights of kLabels labels as float32 [kLabels, stride]: in place, or widened into `rows`.
+// Weights of kLabels labels as float32 [kLabels, fan_in]: in place, or widened into `rows`.
 template <int kLabels>
-XMLC_INLINE const float* weight_rows(const float* weight, std::int64_t fan_in, float*, std::int64_t& stride) {
-  stride = fan_in;
-  return weight;
-}
-template <int kLabels>
-XMLC_INLINE const float* weight_rows(const BFloat16* weight, std::int64_t fan_in, float* rows,
-                                     std::int64_t& stride) {
-  const auto* bits = reinterpret_cast<const std::uint16_t*>(weight);
-  const std::int64_t flat = kLabels * fan_in;
+XMLC_INLINE const float* weight_rows(const Layer& layer, std::int64_t label, float* rows) {
+  if (layer.weight_type == WeightType::kFloat32)
+    return static_cast<const float*>(layer.weight) + label * layer.fan_in;
+  const auto* bits = static_cast<const std::uint16_t*>(layer.weight) + label * layer.fan_in;
+  const std::int64_t flat = kLabels * layer.fan_in;
   std::int64_t i = 0;
   for (; i + kLanes <= flat; i += kLanes) store(rows + i, widen(bits + i));
-  for (; i < flat; ++i) rows[i] = widen(weight[i]);
-  stride = fan_in;
+  for (; i < flat; ++i) rows[i] = widen(BFloat16{bits[i]});
   return rows;
 }
 
+// Calls visit(inputs of the group) with the type of index that the layer holds.
+template <class Visit>
+XMLC_INLINE void with_indices(const Layer& layer, std::int64_t group, const Visit& visit) {
+  if (layer.index_type == IndexType::kUInt16)
+    visit(static_cast<const std::uint16_t*>(layer.indices) + group * layer.fan_in);
+  else
+    visit(static_cast<const std::int32_t*>(layer.indices) + group * layer.fan_in);
+}
+
 // Asks for the rows of a label's inputs, which lie in the second-level cache at random places.
-template <int kVectors, class Index>
-XMLC_INLINE void prefetch_rows(const float* rows, const Index* indices, std::int64_t fan_in) {
-  for (std::int64_t k = 0; k < fan_in; ++k)
-    prefetch<kVectors>(rows + static_cast<std::int64_t>(indices[k]) * kVectors * kLanes);
+template <int kVectors>
+XMLC_INLINE void prefetch_rows(const Layer& layer, std::int64_t group, const float* rows) {
+  with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
+    for (std::int64_t k = 0; k < layer.fan_in; ++k)
+      prefetch<kVectors>(rows + static_cast<std::int64_t>(indices[k]) * kVectors * kLanes);
+  });
 }
 
 // The largest power of two of registers, at most `wanted`, whose `parts` fit with a few to spare.
@@ -46,8 +52,8 @@ constexpr int at_once(int wanted, int parts) {
 
 // sum[r][v] += weight[r] . features[indices], for the vectors from kFirst on that fit the registers.
 template <int kLabels, int kVectors, int kFirst = 0, class Index>
-XMLC_OUTLINE void gather(const float* features, const Index* indices, std::int64_t fan_in,
-                         const float* weight, std::int64_t stride, Float (&sum)[kLabels][kVectors]) {
+XMLC_OUTLINE void gather_rows(const float* features, const Index* indices, std::int64_t fan_in,
+                              const float* weight, Float (&sum)[kLabels][kVectors]) {
   constexpr int kCount = at_once(kVectors, kLabels * kParts);
   // Several independent chains of additions hide the latency of one.
   constexpr int kChains =
@@ -63,7 +69,7 @@ XMLC_OUTLINE void gather(const float* features, const Index* indices, std::int64
     unroll<kCount>([&](auto v) XMLC_INLINE_LAMBDA {
       const Float x = load(row + v * kLanes);
       unroll<kLabels>([&](auto r) XMLC_INLINE_LAMBDA {
-        chain[c][r][v] = chain[c][r][v] + Float(weight[r * stride + k]) * x;
+        chain[c][r][v] = chain[c][r][v] + Float(weight[r * fan_in + k]) * x;
       });
     });
   };
@@ -77,13 +83,13 @@ XMLC_OUTLINE void gather(const float* features, const Index* indices, std::int64
     sum[r][kFirst + v] = total;
   });
   if constexpr (kFirst + kCount < kVectors)
-    gather<kLabels, kVectors, kFirst + kCount>(features, indices, fan_in, weight, stride, sum);
+    gather_rows<kLabels, kVectors, kFirst + kCount>(features, indices, fan_in, weight, sum);
 }
 
 // gradient[indices] += weight^T logit_gradient. An input occurs once in a group, so rows never alias.
 template <int kLabels, int kVectors, int kFirst = 0, class Index>
-XMLC_OUTLINE void scatter(float* gradient, const Index* indices, std::int64_t fan_in, const float* weight,
-                          std::int64_t stride, const Float (&logit_gradient)[kLabels][kVectors]) {
+XMLC_OUTLINE void scatter_rows(float* gradient, const Index* indices, std::int64_t fan_in,
+                               const float* weight, const Float (&logit_gradient)[kLabels][kVectors]) {
   constexpr int kCount = at_once(kVectors, kLabels * kParts);
   constexpr std::int64_t kTile = kVectors * kLanes;
   for (std::int64_t k = 0; k < fan_in; ++k) {
@@ -91,13 +97,13 @@ XMLC_OUTLINE void scatter(float* gradient, const Index* indices, std::int64_t fa
     unroll<kCount>([&](auto v) XMLC_INLINE_LAMBDA {
       Float total = load(row + v * kLanes);
       unroll<kLabels>([&](auto r) XMLC_INLINE_LAMBDA {
-        total = total + Float(weight[r * stride + k]) * logit_gradient[r][kFirst + v];
+        total = total + Float(weight[r * fan_in + k]) * logit_gradient[r][kFirst + v];
       });
       store(row + v * kLanes, total);
     });
   }
   if constexpr (kFirst + kCount < kVectors)
-    scatter<kLabels, kVectors, kFirst + kCount>(gradient, indices, fan_in, weight, stride, logit_gradient);
+    scatter_rows<kLabels, kVectors, kFirst + kCount>(gradient, indices, fan_in, weight, logit_gradient);
 }
 
 // One label's sums of sixteen connections: logit_gradient . features[run[j]] in lane j.
@@ -116,26 +122,44 @@ XMLC_OUTLINE Float dot_run(const float* features, const Index* run, const Float 
   });
 }
 
+template <int kLabels, int kVectors>
+XMLC_INLINE void gather(const Layer& layer, std::int64_t group, const float* features, const float* weight,
+                        Float (&sum)[kLabels][kVectors]) {
+  with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
+    gather_rows<kLabels, kVectors>(features, indices, layer.fan_in, weight, sum);
+  });
+}
+
+template <int kLabels, int kVectors>
+XMLC_INLINE void scatter(const Layer& layer, std::int64_t group, float* gradient, const float* weight,
+                         const Float (&logit_gradient)[kLabels][kVectors]) {
+  with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
+    scatter_rows<kLabels, kVectors>(gradient, indices, layer.fan_in, weight, logit_gradient);
+  });
+}
+
 // weight_gradient[r][k] (=, or += if kAdd) logit_gradient[r] . features[indices[k]];
-// rows of weight_gradient are padded to whole lanes.
-template <int kLabels, int kVectors, bool kAdd, class Index>
-XMLC_INLINE void dot(const float* features, const Index* indices, std::int64_t fan_in,
+// rows of weight_gradient are padded to whole lanes, `stride` apart.
+template <bool kAdd, int kLabels, int kVectors>
+XMLC_INLINE void dot(const Layer& layer, std::int64_t group, const float* features,
                      const Float (&logit_gradient)[kLabels][kVectors], float* weight_gradient,
                      std::int64_t stride) {
-  for (std::int64_t k = 0; k < fan_in; k += kLanes) {
-    const Index* run = indices + k;
-    Index padded[kLanes];
-    if (k + kLanes > fan_in) {  // the last connection again; its sums fall into the padding
-      for (int j = 0; j < kLanes; ++j) padded[j] = indices[k + j < fan_in ? k + j : fan_in - 1];
-      run = padded;
+  with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
+    for (std::int64_t k = 0; k < layer.fan_in; k += kLanes) {
+      const auto* run = indices + k;
+      std::decay_t<decltype(*run)> padded[kLanes];
+      if (k + kLanes > layer.fan_in) {  // the last connection again; its sums fall into the padding
+        for (int j = 0; j < kLanes; ++j) padded[j] = indices[k + j < layer.fan_in ? k + j : layer.fan_in - 1];
+        run = padded;
+      }
+      for (int r = 0; r < kLabels; ++r) {
+        Float total = dot_run(features, run, logit_gradient[r]);
+        float* to = weight_gradient + r * stride + k;
+        if (kAdd) total = total + load(to);
+        store(to, total);
+      }
     }
-    for (int r = 0; r < kLabels; ++r) {
-      Float total = dot_run(features, run, logit_gradient[r]);
-      float* to = weight_gradient + r * stride + k;
-      if (kAdd) total = total + load(to);
-      store(to, total);
-    }
-  }
+  });
 }
 
 // Calls body for the labels of `range` in runs of four with shared inputs, or one at a time.
@@ -151,32 +175,15 @@ XMLC_INLINE void for_labels(const Layer& layer, GroupRange range, Body&& body) {
   }
 }
 
-template <class T>
-struct Type {
-  using type = T;
-};
-
-// Calls visit(Constant<kVectors>, Type<Index>, Type<Weight>) for the types that the layer holds.
+// Calls visit(Constant<kVectors>) for tiles of this width.
 template <class Visit>
-XMLC_INLINE void with_types(const Layer& layer, std::int64_t width, const Visit& visit) {
-  const auto with_index = [&](auto vectors, auto weight) {
-    if (layer.index_type == IndexType::kUInt16)
-      visit(vectors, Type<std::uint16_t>{}, weight);
-    else
-      visit(vectors, Type<std::int32_t>{}, weight);
-  };
-  const auto with_weight = [&](auto vectors) {
-    if (layer.weight_type == WeightType::kFloat32)
-      with_index(vectors, Type<float>{});
-    else
-      with_index(vectors, Type<BFloat16>{});
-  };
+XMLC_INLINE void with_width(std::int64_t width, const Visit& visit) {
   if (width == 16)
-    with_weight(Constant<1>{});
+    visit(Constant<1>{});
   else if (width == 32)
-    with_weight(Constant<2>{});
+    visit(Constant<2>{});
   else
-    with_weight(Constant<4>{});
+    visit(Constant<4>{});
 }
 
 }  // namespace

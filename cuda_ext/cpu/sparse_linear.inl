@@ -27,7 +27,7 @@ XMLC_INLINE void store_strip(float* row, std::int64_t count, const Float (&value
 }
 
 // What the three passes share: the layer, one tile, and the strip of logits that belongs to it.
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 struct LinearTile {
   const SparseLinearArguments& arguments;
   std::int64_t first, count;  // columns of the tile
@@ -37,53 +37,46 @@ struct LinearTile {
       : arguments(a), first(tile * tiling.width), count(a.batch - first), rows(scratch) {
     if (count > tiling.width) count = tiling.width;
   }
-  const Index* indices(std::int64_t group) const {
-    return static_cast<const Index*>(arguments.layer.indices) + group * arguments.layer.fan_in;
-  }
   template <int kLabels>
-  const float* weight(std::int64_t label, std::int64_t& stride) const {
-    const std::int64_t fan_in = arguments.layer.fan_in;
-    return weight_rows<kLabels>(static_cast<const Weight*>(arguments.layer.weight) + label * fan_in, fan_in,
-                                rows, stride);
+  const float* weight(std::int64_t label) const {
+    return weight_rows<kLabels>(arguments.layer, label, rows);
   }
   float* logits(std::int64_t label) const { return arguments.logits + label * arguments.batch + first; }
 };
 
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 struct LogitsPass {
-  LinearTile<kVectors, Index, Weight> tile;
+  LinearTile<kVectors> tile;
   const float* features;
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) const {
     const Layer& layer = tile.arguments.layer;
-    std::int64_t stride;
-    const float* weight = tile.template weight<kLabels>(label, stride);
+    const float* weight = tile.template weight<kLabels>(label);
     Float sum[kLabels][kVectors];
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Float(layer.bias[label + r]);
-    gather(features, tile.indices(group), layer.fan_in, weight, stride, sum);
+    gather(layer, group, features, weight, sum);
     for (int r = 0; r < kLabels; ++r) store_strip(tile.logits(label + r), tile.count, sum[r]);
   }
 };
 
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 struct FeatureGradientPass {
-  LinearTile<kVectors, Index, Weight> tile;
+  LinearTile<kVectors> tile;
   float* gradient;
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) const {
-    std::int64_t stride;
-    const float* weight = tile.template weight<kLabels>(label, stride);
+    const float* weight = tile.template weight<kLabels>(label);
     Float logit_gradient[kLabels][kVectors];
     for (int r = 0; r < kLabels; ++r) load_strip(tile.logits(label + r), tile.count, logit_gradient[r]);
-    scatter(gradient, tile.indices(group), tile.arguments.layer.fan_in, weight, stride, logit_gradient);
+    scatter(tile.arguments.layer, group, gradient, weight, logit_gradient);
   }
 };
 
 // Sums over all tiles into a padded row of scratch, then copies the row.
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 struct WeightGradientPass {
   const SparseLinearArguments& arguments;
   const Tiling& tiling;
@@ -96,11 +89,11 @@ struct WeightGradientPass {
     const std::int64_t padded = (fan_in + kLanes - 1) / kLanes * kLanes;
     for (std::int64_t i = 0; i < kLabels * padded; i += kLanes) store(row + i, Float(0.0f));
     for (std::int64_t tile = 0; tile < tiling.tiles; ++tile) {
-      const LinearTile<kVectors, Index, Weight> at(arguments, tiling, nullptr, tile);
+      const LinearTile<kVectors> at(arguments, tiling, nullptr, tile);
       Float logit_gradient[kLabels][kVectors];
       for (int r = 0; r < kLabels; ++r) load_strip(at.logits(label + r), at.count, logit_gradient[r]);
-      dot<kLabels, kVectors, true>(features + tile * tiling.input * tiling.width, at.indices(group), fan_in,
-                                   logit_gradient, row, padded);
+      dot<true>(arguments.layer, group, features + tile * tiling.input * tiling.width, logit_gradient, row,
+                padded);
     }
     for (int r = 0; r < kLabels; ++r)
       std::memcpy(arguments.weight_gradient + (label + r) * fan_in, row + r * padded, fan_in * sizeof(float));
@@ -109,26 +102,24 @@ struct WeightGradientPass {
 
 void logits(const SparseLinearArguments& a, const Tiling& tiling, const float* features, float* rows,
             GroupRange range, std::int64_t tile) {
-  with_types(a.layer, tiling.width, [&](auto vectors, auto index, auto weight) {
-    using Pass = LogitsPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
+  with_width(tiling.width, [&](auto vectors) {
+    using Pass = LogitsPass<vectors.value>;
     for_labels(a.layer, range, Pass{{a, tiling, rows, tile}, features + tile * tiling.input * tiling.width});
   });
 }
 
 void feature_gradient(const SparseLinearArguments& a, const Tiling& tiling, float* gradient, float* rows,
                       GroupRange range, std::int64_t tile) {
-  with_types(a.layer, tiling.width, [&](auto vectors, auto index, auto weight) {
-    using Pass =
-        FeatureGradientPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
+  with_width(tiling.width, [&](auto vectors) {
+    using Pass = FeatureGradientPass<vectors.value>;
     for_labels(a.layer, range, Pass{{a, tiling, rows, tile}, gradient + tile * tiling.input * tiling.width});
   });
 }
 
 void weight_gradient(const SparseLinearArguments& a, const Tiling& tiling, const float* features, float* row,
                      GroupRange range) {
-  with_types(a.layer, tiling.width, [&](auto vectors, auto index, auto weight) {
-    using Pass =
-        WeightGradientPass<vectors.value, typename decltype(index)::type, typename decltype(weight)::type>;
+  with_width(tiling.width, [&](auto vectors) {
+    using Pass = WeightGradientPass<vectors.value>;
     for_labels(a.layer, range, Pass{a, tiling, features, row});
   });
 }

@@ -6,7 +6,7 @@
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
 
-template <int kVectors, class Index, class Weight>
+template <int kVectors>
 struct TopLabelsPass {
   const TopLabelsArguments& a;
   const TopScratch& scratch;
@@ -30,15 +30,12 @@ struct TopLabelsPass {
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    const Index* indices = static_cast<const Index*>(layer.indices) + group * layer.fan_in;
-    std::int64_t stride;
-    const float* weight = weight_rows<kLabels>(
-        static_cast<const Weight*>(layer.weight) + label * layer.fan_in, layer.fan_in, scratch.rows, stride);
+    const float* weight = weight_rows<kLabels>(layer, label, scratch.rows);
     Float logit[kLabels][kVectors];
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(scratch.features + tile * scratch.tiling.input * scratch.tiling.width, indices, layer.fan_in,
-           weight, stride, logit);
+    gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width, weight,
+           logit);
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v)
         if (any(worst[v] < logit[r][v])) update(v, label + r, logit[r][v]);
@@ -56,10 +53,9 @@ struct TopLabelsPass {
 };
 
 void top_labels(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range, std::int64_t tile) {
-  with_types(a.layer, scratch.tiling.width, [&](auto vectors, auto index, auto weight) {
-    constexpr int kVectors = decltype(vectors)::value;
-    TopLabelsPass<kVectors, typename decltype(index)::type, typename decltype(weight)::type> pass{
-        a, scratch, tile, {}};
+  with_width(scratch.tiling.width, [&](auto vectors) {
+    constexpr int kVectors = vectors.value;
+    TopLabelsPass<kVectors> pass{a, scratch, tile, {}};
     for (int v = 0; v < kVectors; ++v) {
       float bound[kLanes];
       for (int i = 0; i < kLanes; ++i)
