@@ -171,6 +171,12 @@ def _awkward_shapes() -> list[Shape]:
         Shape(33, 32, 70_000, 16, 1, BFLOAT16, INT32),
         Shape(63, 17, 70_000, 1, 32, FLOAT32, INT32),
         Shape(20_001, 32, 300, 33, 1, FLOAT32, UINT16),  # many blocks of labels
+        # Inputs that go by strips: more than 8,192, and at least four tiles of 16.
+        Shape(65, 33, 9_001, 64, 1, FLOAT32, UINT16),
+        Shape(33, 130, 8_193, 100, 1, BFLOAT16, INT32),
+        Shape(1009, 15, 8_200, 51, 1, FLOAT32, INT32),
+        Shape(63, 32, 70_000, 65, 1, FLOAT32, INT32),
+        Shape(1, 1, 8_193, 49, 1, BFLOAT16, UINT16),
     ]
 
 

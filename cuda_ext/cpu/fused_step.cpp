@@ -15,19 +15,22 @@ namespace xmlc::cpu {
 namespace {
 
 FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace) {
-  FusedScratch s;
+  FusedScratch s{};
   s.tiling = choose_tiling(a.batch, a.layer.input);
   s.padded_fan_in = (a.layer.fan_in + 15) / 16 * 16;
-  // The tiles' weight gradients of one block: few megabytes, so that they stay cached until the update.
-  constexpr std::int64_t kBlockFloats = 1 << 19;
-  const std::int64_t labels = std::max<std::int64_t>(64, kBlockFloats / (s.tiling.tiles * s.padded_fan_in));
+  s.by_strips = use_strips(a.layer, s.tiling);
+  // The tiles' weight gradients of one block: few megabytes, so that they stay cached until the update. With
+  // strips more, so that the connections of a strip visit its inputs several times.
+  const std::int64_t block_floats = s.by_strips ? 1 << 21 : 1 << 19;
+  const std::int64_t labels = std::max<std::int64_t>(64, block_floats / (s.tiling.tiles * s.padded_fan_in));
   s.block_groups = std::max<std::int64_t>(1, std::min(labels, a.layer.label) / a.layer.group_size);
   s.block_labels = s.block_groups * a.layer.group_size;
+  s.slots = s.block_labels + 1;
   s.features = workspace.take<float>(s.tiling.floats());
   s.feature_gradient = workspace.take<float>(s.tiling.floats());
-  s.weight_gradient = workspace.take<float>(s.tiling.tiles * s.block_labels * s.padded_fan_in);
-  s.bias_gradient = workspace.take<float>(s.tiling.tiles * s.block_labels);
-  s.active = workspace.take<std::uint8_t>(s.tiling.tiles * s.block_labels);
+  s.weight_gradient = workspace.take<float>(s.tiling.tiles * s.slots * s.padded_fan_in);
+  s.bias_gradient = workspace.take<float>(s.tiling.tiles * s.slots);
+  s.active = workspace.take<std::uint8_t>(s.tiling.tiles * s.slots);
   s.loss = workspace.take<double>(s.tiling.tiles);
   s.rows = workspace.take<float>(threads * 4 * s.padded_fan_in);
   const std::int64_t lanes = is_normalised(a.loss) ? s.tiling.tiles * s.tiling.width : 0;
@@ -37,6 +40,10 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   s.factor = workspace.take<float>(lanes);
   s.share = workspace.take<float>(lanes);
   s.pair_logit = workspace.take<float>(lanes > 0 ? a.pair : 0);
+  if (s.by_strips) {
+    s.strips = plan_strips(a.layer, s.block_labels, s.padded_fan_in, workspace);
+    s.logits = workspace.take<float>(threads * s.slots * s.tiling.width);
+  }
   return s;
 }
 
@@ -82,7 +89,12 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
   const std::int64_t groups = (a.layer.label + a.layer.group_size - 1) / a.layer.group_size;
   run_threads(threads, [&](int thread, Barrier& barrier) {
     const Range own = share(tiling.tiles, thread, threads);
-    float* rows = scratch.rows + thread * 4 * scratch.padded_fan_in;
+    const auto sort_block = [&](GroupRange block) {
+      if (!scratch.by_strips) return;
+      for (std::int64_t run = thread; run < Strips::kRuns; run += threads)
+        sort_into_strips(a.layer, scratch.strips, block.first, block.last, run);
+      barrier.wait();
+    };
     for (std::int64_t tile = own.first; tile < own.last; ++tile) {
       pack(tiling, tile, a.features, scratch.features);
       std::memset(scratch.feature_gradient + tile * tile_floats, 0,
@@ -94,18 +106,21 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
                 -FLT_MAX);
       std::fill(scratch.exponentials + own.first * tiling.width,
                 scratch.exponentials + own.last * tiling.width, 0.0);
-      for (std::int64_t first = 0; first < groups; first += scratch.block_groups)
+      for (std::int64_t first = 0; first < groups; first += scratch.block_groups) {
+        const GroupRange block{first, std::min(first + scratch.block_groups, groups)};
+        sort_block(block);
         for (std::int64_t tile = own.first; tile < own.last; ++tile)
-          isa.fused_normaliser(a, scratch, rows, {first, std::min(first + scratch.block_groups, groups)},
-                               tile);
-      barrier.wait();
+          isa.fused_normaliser(a, scratch, thread, block, tile);
+        barrier.wait();
+      }
       if (thread == 0) scratch.loss[0] = normalise(a, scratch);
       barrier.wait();
     }
     for (std::int64_t first = 0; first < groups; first += scratch.block_groups) {
       const GroupRange block{first, std::min(first + scratch.block_groups, groups)};
+      sort_block(block);
       for (std::int64_t tile = own.first; tile < own.last; ++tile)
-        isa.fused_tile(a, scratch, rows, block, tile);
+        isa.fused_tile(a, scratch, thread, block, tile);
       barrier.wait();
       const Range part = share(block.last - block.first, thread, threads);
       isa.fused_update(a, scratch, block, {block.first + part.first, block.first + part.last});

@@ -61,12 +61,14 @@ struct FusedTilePass {
   const FusedStepArguments& a;
   const FusedScratch& scratch;
   float* rows;
+  float* logits;                   // of the block, gathered by strips; then their gradients. Null otherwise
   std::int64_t tile, first_label;  // first label of the block
   Positives<kVectors> positives;
   Float scale[kVectors] = {};  // the factor on loss and gradient; zero beyond the batch
   Float cutoff = Float(0.0f);
   Float loss = Float(0.0f);
   double loss_sum = 0.0;
+  std::int64_t active_labels = 0;
 
   // Scaled gradient of one label's logits, and its loss unless the driver has it.
   template <class LossFunction>
@@ -119,14 +121,17 @@ struct FusedTilePass {
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    const float* weight = weight_rows<kLabels>(layer, label, rows);
-    const std::int64_t tile_floats = scratch.tiling.input * scratch.tiling.width;
-    const float* features = scratch.features + tile * tile_floats;
-
+    float* row = logits == nullptr ? nullptr : logits + (label - first_label) * kLanes;
+    const float* weight = nullptr;
     Float logit[kLabels][kVectors];
-    for (int r = 0; r < kLabels; ++r)
-      for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(layer, group, features, weight, logit);
+    if (row != nullptr) {
+      logit[0][0] = load(row);
+    } else {
+      weight = weight_rows<kLabels>(layer, label, rows);
+      for (int r = 0; r < kLabels; ++r)
+        for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
+      gather(layer, group, features(), weight, logit);
+    }
 
     Float gradient[kLabels][kVectors];
     Float bias_gradient[kLabels];
@@ -140,26 +145,72 @@ struct FusedTilePass {
       });
       bias_gradient[r] = sum;
     }
-    const std::int64_t slot = tile * scratch.block_labels + label - first_label;
+    const std::int64_t slot = slot_of(label);
     for (int r = 0; r < kLabels; ++r) scratch.active[slot + r] = active;
-    if (!active) return;
-
-    for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
-    float* feature_gradient = scratch.feature_gradient + tile * tile_floats;
-    prefetch_rows<kVectors>(layer, group, feature_gradient);
-    dot<false>(layer, group, features, gradient, scratch.weight_gradient + slot * scratch.padded_fan_in,
-               scratch.padded_fan_in);
-    scatter(layer, group, feature_gradient, weight, gradient);
+    if (active)
+      for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
+    if (row != nullptr) {
+      store(row, active ? gradient[0][0] : Float(0.0f));
+      active_labels += active;
+    } else if (active) {
+      backward(group, label, weight, gradient);
+    }
   }
+
+  // Weight and feature gradients of a few labels.
+  template <int kLabels>
+  XMLC_INLINE void backward(std::int64_t group, std::int64_t label, const float* weight,
+                            const Float (&gradient)[kLabels][kVectors]) {
+    prefetch_rows<kVectors>(a.layer, group, feature_gradient());
+    dot<false>(a.layer, group, features(), gradient,
+               scratch.weight_gradient + slot_of(label) * scratch.padded_fan_in, scratch.padded_fan_in);
+    scatter(a.layer, group, feature_gradient(), weight, gradient);
+  }
+
+  // The same for all labels of the block, after `run` has left their logit gradients.
+  void backward_by_strips(GroupRange labels) {
+    constexpr std::int64_t kFew = 4;  // walking over all connections costs about as much as a fourth of them
+    if (kFew * active_labels >= labels.last - labels.first)
+      return scatter_strips(scratch.strips, features(), logits, feature_gradient(),
+                            scratch.weight_gradient + slot_of(first_label) * scratch.padded_fan_in);
+    for (std::int64_t label = labels.first; label < labels.last; ++label) {
+      if (!scratch.active[slot_of(label)]) continue;
+      const Float gradient[1][kVectors] = {{load(logits + (label - first_label) * kLanes)}};
+      backward(label, label, weight_rows<1>(a.layer, label, rows), gradient);
+    }
+  }
+
+  const float* features() const {
+    return scratch.features + tile * scratch.tiling.input * scratch.tiling.width;
+  }
+  float* feature_gradient() const {
+    return scratch.feature_gradient + tile * scratch.tiling.input * scratch.tiling.width;
+  }
+  std::int64_t slot_of(std::int64_t label) const { return tile * scratch.slots + label - first_label; }
 };
 
+// Logits of all labels of a block, by strips; null where the passes do not go by strips.
+XMLC_INLINE float* gather_block(const FusedStepArguments& a, const FusedScratch& scratch, int thread,
+                                GroupRange block, std::int64_t tile) {
+  if (!scratch.by_strips) return nullptr;
+  float* logits = scratch.logits + thread * scratch.slots * kLanes;
+  fill_biases(a.layer, block.first, block.last - block.first, scratch.strips, logits);
+  gather_strips(scratch.strips, scratch.features + tile * scratch.tiling.input * kLanes, logits);
+  return logits;
+}
+
 template <int kVectors>
-void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
+void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, int thread, GroupRange block,
                    std::int64_t tile) {
   const std::int64_t first_label = block.first * a.layer.group_size;
   const std::int64_t first_instance = tile * scratch.tiling.width;
-  FusedTilePass<kVectors> pass{a,    scratch,     rows,
-                               tile, first_label, Positives<kVectors>(a, first_instance, first_label)};
+  FusedTilePass<kVectors> pass{a,
+                               scratch,
+                               scratch.rows + thread * 4 * scratch.padded_fan_in,
+                               gather_block(a, scratch, thread, block, tile),
+                               tile,
+                               first_label,
+                               Positives<kVectors>(a, first_instance, first_label)};
   pass.cutoff = Float(a.gradient_cutoff * a.scale);
   for (int v = 0; v < kVectors; ++v) {
     float factor[kLanes];
@@ -174,13 +225,14 @@ void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, flo
     for_labels(a.layer, {group, end < block.last ? end : block.last}, pass);
     pass.loss_sum += static_cast<double>(sum_lanes(pass.loss));
   }
+  if (scratch.by_strips) pass.backward_by_strips(block);
   scratch.loss[tile] += pass.loss_sum;
 }
 
-void fused_tile(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
+void fused_tile(const FusedStepArguments& a, const FusedScratch& scratch, int thread, GroupRange block,
                 std::int64_t tile) {
   with_width(scratch.tiling.width,
-             [&](auto vectors) { fused_tile_of<vectors.value>(a, scratch, rows, block, tile); });
+             [&](auto vectors) { fused_tile_of<vectors.value>(a, scratch, thread, block, tile); });
 }
 
 // First pass of the normalised losses: the sum of exp(logit - reference) of each instance, and the logits of
@@ -191,7 +243,8 @@ struct NormaliserPass {
   const FusedStepArguments& a;
   const FusedScratch& scratch;
   float* rows;
-  std::int64_t tile;
+  const float* logits;  // of the block, gathered by strips; null otherwise
+  std::int64_t tile, first_label;
   Positives<kVectors> positives;
   Float reference[kVectors], sum[kVectors];
 
@@ -247,11 +300,19 @@ struct NormaliserPass {
 };
 
 template <int kVectors>
-void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratch, float* rows,
+void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratch, int thread,
                          GroupRange block, std::int64_t tile) {
   const std::int64_t first = tile * scratch.tiling.width;
-  NormaliserPass<kVectors> pass{
-      a, scratch, rows, tile, Positives<kVectors>(a, first, block.first * a.layer.group_size), {}, {}};
+  const std::int64_t first_label = block.first * a.layer.group_size;
+  NormaliserPass<kVectors> pass{a,
+                                scratch,
+                                scratch.rows + thread * 4 * scratch.padded_fan_in,
+                                gather_block(a, scratch, thread, block, tile),
+                                tile,
+                                first_label,
+                                Positives<kVectors>(a, first, first_label),
+                                {},
+                                {}};
   for (int v = 0; v < kVectors; ++v) {
     pass.reference[v] = load(scratch.reference + first + v * kLanes);
     pass.sum[v] = Float(0.0f);
@@ -265,10 +326,10 @@ void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratc
   for (int v = 0; v < kVectors; ++v) store(scratch.reference + first + v * kLanes, pass.reference[v]);
 }
 
-void fused_normaliser(const FusedStepArguments& a, const FusedScratch& scratch, float* rows, GroupRange block,
+void fused_normaliser(const FusedStepArguments& a, const FusedScratch& scratch, int thread, GroupRange block,
                       std::int64_t tile) {
   with_width(scratch.tiling.width,
-             [&](auto vectors) { fused_normaliser_of<vectors.value>(a, scratch, rows, block, tile); });
+             [&](auto vectors) { fused_normaliser_of<vectors.value>(a, scratch, thread, block, tile); });
 }
 
 // Sixteen (or the first `count`) weights of a row.
@@ -298,7 +359,7 @@ XMLC_INLINE float* sum_tiles(const FusedScratch& scratch, std::int64_t block_lab
   float* total = nullptr;
   bias_gradient = 0.0f;
   for (std::int64_t tile = 0; tile < scratch.tiling.tiles; ++tile) {
-    const std::int64_t slot = tile * scratch.block_labels + block_label;
+    const std::int64_t slot = tile * scratch.slots + block_label;
     if (!scratch.active[slot]) continue;
     bias_gradient += scratch.bias_gradient[slot];
     float* row = scratch.weight_gradient + slot * scratch.padded_fan_in;

@@ -50,14 +50,15 @@ constexpr int at_once(int wanted, int parts) {
   return wanted;
 }
 
+// Independent chains of additions that hide the latency of one, for `values` sums in registers.
+constexpr int chains_for(int values) { return values >= 4 ? 1 : at_once(4 / values, values * kParts); }
+
 // sum[r][v] += weight[r] . features[indices], for the vectors from kFirst on that fit the registers.
 template <int kLabels, int kVectors, int kFirst = 0, class Index>
 XMLC_OUTLINE void gather_rows(const float* features, const Index* indices, std::int64_t fan_in,
                               const float* weight, Float (&sum)[kLabels][kVectors]) {
   constexpr int kCount = at_once(kVectors, kLabels * kParts);
-  // Several independent chains of additions hide the latency of one.
-  constexpr int kChains =
-      kLabels * kCount >= 4 ? 1 : at_once(4 / (kLabels * kCount), kLabels * kCount * kParts);
+  constexpr int kChains = chains_for(kLabels * kCount);
   constexpr std::int64_t kTile = kVectors * kLanes;
   Float chain[kChains][kLabels][kCount];
   unroll<kLabels, kCount>([&](auto r, auto v) XMLC_INLINE_LAMBDA {
@@ -84,6 +85,23 @@ XMLC_OUTLINE void gather_rows(const float* features, const Index* indices, std::
   });
   if constexpr (kFirst + kCount < kVectors)
     gather_rows<kLabels, kVectors, kFirst + kCount>(features, indices, fan_in, weight, sum);
+}
+
+// bias + weight . features[indices] for one instance, added in the order of `gather_rows` with as many
+// chains.
+template <int kChains, class Index>
+XMLC_INLINE float gather_one(const float* features, const Index* indices, std::int64_t fan_in,
+                             const float* weight, float bias) {
+  float chain[kChains] = {bias};
+  std::int64_t k = 0;
+  for (; k + kChains <= fan_in; k += kChains)
+    unroll<kChains>([&](auto c) XMLC_INLINE_LAMBDA {
+      chain[c] = multiply_add(weight[k + c], features[indices[k + c]], chain[c]);
+    });
+  for (; k < fan_in; ++k) chain[0] = multiply_add(weight[k], features[indices[k]], chain[0]);
+  float total = chain[0];
+  for (int c = 1; c < kChains; ++c) total += chain[c];
+  return total;
 }
 
 // gradient[indices] += weight^T logit_gradient. An input occurs once in a group, so rows never alias.
@@ -160,6 +178,81 @@ XMLC_INLINE void dot(const Layer& layer, std::int64_t group, const float* featur
       }
     }
   });
+}
+
+// Asks for the rows of the strip behind the present one, spread over the connections of the present one: its
+// first touches would come in random order, which no hardware foresees.
+class NextStrip {
+ public:
+  NextStrip(const Strips& strips, std::int64_t strip, const float* rows)
+      : next_(rows + Strips::kInputs * kLanes) {
+    std::int64_t chunks = 0;
+    for (std::int64_t run = 0; run < Strips::kRuns; ++run)
+      chunks += (strips.begin(run, strip + 1) - strips.begin(run, strip)) / kLanes;
+    const std::int64_t inputs = strip + 1 < strips.strips ? Strips::kInputs : 0;
+    end_ = next_ + inputs * kLanes;
+    at_once_ = chunks == 0 ? 0 : (inputs + chunks - 1) / chunks;
+  }
+  // To be called once for every sixteen connections.
+  XMLC_INLINE void prefetch() {
+    for (std::int64_t i = 0; i < at_once_ && next_ < end_; ++i, next_ += kLanes)
+      __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  const float* next_;
+  const float* end_;
+  std::int64_t at_once_;
+};
+
+// logits[label] += weight * features[input] for all connections of a block; features of one tile of sixteen.
+XMLC_OUTLINE void gather_strips(const Strips& strips, const float* features, float* logits) {
+  for (std::int64_t strip = 0; strip < strips.strips; ++strip, features += Strips::kInputs * kLanes) {
+    NextStrip next(strips, strip, features);
+    for (std::int64_t run = 0; run < Strips::kRuns; ++run) {
+      const Connection* end = strips.begin(run, strip + 1);
+      for (const Connection* c = strips.begin(run, strip); c < end; c += kLanes) {
+        next.prefetch();
+        unroll<kLanes>([&](auto j) XMLC_INLINE_LAMBDA {
+          float* row = logits + c[j].label * kLanes;
+          store(row, load(row) + Float(c[j].weight) * load(features + c[j].input * kLanes));
+        });
+      }
+    }
+  }
+}
+
+// Feature and weight gradients of all connections of a block, for logit gradients [label, 16] of one tile.
+XMLC_OUTLINE void scatter_strips(const Strips& strips, const float* features, const float* logit_gradient,
+                                 float* feature_gradient, float* weight_gradient) {
+  for (std::int64_t strip = 0; strip < strips.strips; ++strip) {
+    NextStrip next(strips, strip, features), next_gradient(strips, strip, feature_gradient);
+    for (std::int64_t run = 0; run < Strips::kRuns; ++run) {
+      const Connection* end = strips.begin(run, strip + 1);
+      for (const Connection* c = strips.begin(run, strip); c < end; c += kLanes) {
+        next.prefetch();
+        next_gradient.prefetch();
+        const Float sums = sum_each([&](auto j) XMLC_INLINE_LAMBDA {
+          const Float gradient = load(logit_gradient + c[j].label * kLanes);
+          float* row = feature_gradient + c[j].input * kLanes;
+          store(row, load(row) + Float(c[j].weight) * gradient);
+          return gradient * load(features + c[j].input * kLanes);
+        });
+        float lanes[kLanes];
+        store(lanes, sums);
+        for (int j = 0; j < kLanes; ++j) weight_gradient[c[j].slot] = lanes[j];
+      }
+    }
+    features += Strips::kInputs * kLanes;
+    feature_gradient += Strips::kInputs * kLanes;
+  }
+}
+
+// Rows [label, 16] of the labels' biases, and zeros in the row behind them.
+XMLC_INLINE void fill_biases(const Layer& layer, std::int64_t first, std::int64_t count, const Strips& strips,
+                             float* logits) {
+  for (std::int64_t i = 0; i < count; ++i) store(logits + i * kLanes, Float(layer.bias[first + i]));
+  store(logits + strips.labels * kLanes, Float(0.0f));
 }
 
 // Calls body for the labels of `range` in runs of four with shared inputs, or one at a time.

@@ -6,5 +6,5 @@
 
 namespace xmlc::cpu::avx2 {
 const Kernels kernels = {logits,     feature_gradient, weight_gradient, fused_normaliser,
-                         fused_tile, fused_update,     top_labels};
+                         fused_tile, fused_update,     top_labels,      top_labels_one};
 }

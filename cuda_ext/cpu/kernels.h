@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "strips.h"
 #include "tiling.h"
 #include "xmlc/arguments.h"
 
@@ -20,12 +21,13 @@ struct FusedScratch {
   Tiling tiling;
   std::int64_t block_groups;   // groups of one block
   std::int64_t block_labels;   // block_groups * group_size
+  std::int64_t slots;          // of a tile: block_labels, and one for what pads the strips
   std::int64_t padded_fan_in;  // fan_in rounded up to 16
   float* features;             // [tile, input, tiling.width]
   float* feature_gradient;     // [tile, input, tiling.width]
-  float* weight_gradient;      // [tile, block_labels, padded_fan_in]: each tile's own sum
-  float* bias_gradient;        // [tile, block_labels]
-  std::uint8_t* active;        // [tile, block_labels]: whether any gradient of the tile is nonzero
+  float* weight_gradient;      // [tile, slots, padded_fan_in]: each tile's own sum
+  float* bias_gradient;        // [tile, slots]
+  std::uint8_t* active;        // [tile, slots]: whether any gradient of the tile is nonzero
   double* loss;                // [tile]
   // Of the normalised losses, by instance of the tiles, [tile * tiling.width]; null otherwise.
   float* reference;      // an early large logit: the sum is that of exp(logit - reference)
@@ -35,15 +37,21 @@ struct FusedScratch {
   float* share;
   float* pair_logit;  // [pair]
   float* rows;        // [thread, 4, padded_fan_in]: weights widened to float32
+  bool by_strips;     // whether the passes go by strips
+  Strips strips;      // of the block
+  float* logits;      // [thread, slots, 16]: of one tile; null unless by strips
 };
 
 // One thread's best labels so far.
 struct TopScratch {
   Tiling tiling;
-  const float* features;  // [tile, input, tiling.width]
+  const float* features;  // [tile, input, tiling.width], or [instance, input] for `top_labels_one`
   float* scores;          // [tile * tiling.width, k], falling
   std::int64_t* labels;   // [tile * tiling.width, k]
   float* rows;            // [4, padded_fan_in]
+  bool by_strips;
+  Strips strips;  // the thread's own
+  float* logits;  // [strips.labels + 1, 16]
 };
 
 struct Kernels {
@@ -53,12 +61,13 @@ struct Kernels {
                            GroupRange, std::int64_t tile);
   void (*weight_gradient)(const SparseLinearArguments&, const Tiling&, const float* features, float* row,
                           GroupRange);
-  void (*fused_normaliser)(const FusedStepArguments&, const FusedScratch&, float* rows, GroupRange block,
+  void (*fused_normaliser)(const FusedStepArguments&, const FusedScratch&, int thread, GroupRange block,
                            std::int64_t tile);
-  void (*fused_tile)(const FusedStepArguments&, const FusedScratch&, float* rows, GroupRange block,
+  void (*fused_tile)(const FusedStepArguments&, const FusedScratch&, int thread, GroupRange block,
                      std::int64_t tile);
   void (*fused_update)(const FusedStepArguments&, const FusedScratch&, GroupRange block, GroupRange part);
   void (*top_labels)(const TopLabelsArguments&, const TopScratch&, GroupRange, std::int64_t tile);
+  void (*top_labels_one)(const TopLabelsArguments&, const TopScratch&, GroupRange, std::int64_t instance);
 };
 
 namespace generic {

@@ -85,6 +85,15 @@ XMLC_INLINE FloatVector broadcast(float value) {
 }
 XMLC_INLINE WordVector broadcast(std::uint32_t value) { return WordVector{} + value; }
 
+// a * b + c, rounded as the vector code rounds it.
+XMLC_INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 struct Mask {
   MaskVector part[kParts];  // all ones or all zeros in each lane
 };

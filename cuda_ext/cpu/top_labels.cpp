@@ -1,6 +1,7 @@
 // Threads and scratch of exact top-k. Each thread keeps the best of its own share of the labels; the
 // shares are merged in rising order of labels, so ties go to the lowest label for any number of threads.
 #include <limits>
+#include <vector>
 
 #include "ops.h"
 #include "parallel.h"
@@ -38,28 +39,55 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
   const std::int64_t padded_fan_in = (a.layer.fan_in + 15) / 16 * 16;
   const std::int64_t stride = tiling.tiles * tiling.width * a.k;  // of one thread's lists
   Workspace arrays(workspace);
-  float* features = arrays.take<float>(tiling.floats());
+  constexpr std::int64_t kFew = 2;  // instances up to which a pass for each is faster than a padded tile
+  const bool few = a.batch <= kFew;
+  float* features = arrays.take<float>(few ? a.batch * a.layer.input : tiling.floats());
   float* scores = arrays.take<float>(threads * stride);
   std::int64_t* labels = arrays.take<std::int64_t>(threads * stride);
   float* rows = arrays.take<float>(threads * 4 * padded_fan_in);
+  // Groups of a block: their weights stay cached from tile to tile, or they are sorted together.
+  const bool by_strips = use_strips(a.layer, tiling);
+  const std::int64_t block_groups = by_strips ? 4096 : 1024;
+  std::vector<Strips> strips(by_strips ? threads : 0);
+  for (Strips& s : strips) s = plan_strips(a.layer, block_groups, padded_fan_in, arrays);
+  float* logits = arrays.take<float>(by_strips ? threads * (block_groups + 1) * tiling.width : 0);
   std::int64_t* next = arrays.take<std::int64_t>(threads * threads);
   if (workspace == nullptr) return arrays.bytes();
   const Kernels& isa = kernels();
   const std::int64_t groups = (a.layer.label + a.layer.group_size - 1) / a.layer.group_size;
   run_threads(threads, [&](int thread, Barrier& barrier) {
-    const Range own_tiles = share(tiling.tiles, thread, threads);
-    for (std::int64_t tile = own_tiles.first; tile < own_tiles.last; ++tile)
-      pack(tiling, tile, a.features, features);
-    const TopScratch scratch{tiling, features, scores + thread * stride, labels + thread * stride,
-                             rows + thread * 4 * padded_fan_in};
+    if (few) {
+      const Range inputs = share(a.layer.input, thread, threads);
+      for (std::int64_t i = inputs.first; i < inputs.last; ++i)
+        for (std::int64_t b = 0; b < a.batch; ++b)
+          features[b * a.layer.input + i] = a.features[i * a.batch + b];
+    } else {
+      const Range tiles = share(tiling.tiles, thread, threads);
+      for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile)
+        pack(tiling, tile, a.features, features);
+    }
+    const TopScratch scratch{tiling,
+                             features,
+                             scores + thread * stride,
+                             labels + thread * stride,
+                             rows + thread * 4 * padded_fan_in,
+                             by_strips,
+                             by_strips ? strips[thread] : Strips{},
+                             logits + thread * (block_groups + 1) * tiling.width};
     std::fill(scratch.scores, scratch.scores + stride, -std::numeric_limits<float>::infinity());
     std::fill(scratch.labels, scratch.labels + stride, -1);
     barrier.wait();
     const Range own = share(groups, thread, threads);
-    constexpr std::int64_t kBlock = 1024;  // groups whose weights stay cached from tile to tile
-    for (std::int64_t first = own.first; first < own.last; first += kBlock)
-      for (std::int64_t tile = 0; tile < tiling.tiles; ++tile)
-        isa.top_labels(a, scratch, {first, std::min(first + kBlock, own.last)}, tile);
+    for (std::int64_t first = own.first; first < own.last; first += block_groups) {
+      const GroupRange block{first, std::min(first + block_groups, own.last)};
+      if (by_strips)
+        for (std::int64_t run = 0; run < Strips::kRuns; ++run)
+          sort_into_strips(a.layer, scratch.strips, block.first, block.last, run);
+      if (few)
+        for (std::int64_t b = 0; b < a.batch; ++b) isa.top_labels_one(a, scratch, block, b);
+      else
+        for (std::int64_t tile = 0; tile < tiling.tiles; ++tile) isa.top_labels(a, scratch, block, tile);
+    }
     barrier.wait();
     const Range instances = share(a.batch, thread, threads);
     for (std::int64_t b = instances.first; b < instances.last; ++b)

@@ -6,26 +6,28 @@
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
 
+// Puts a score among the k best of an instance and returns the new worst of them. Scores fall; equal ones
+// stay behind the earlier label.
+XMLC_OUTLINE float insert(const TopLabelsArguments& a, const TopScratch& scratch, std::int64_t instance,
+                          float score, std::int64_t label) {
+  float* scores = scratch.scores + instance * a.k;
+  std::int64_t* labels = scratch.labels + instance * a.k;
+  std::int64_t at = a.k - 1;
+  for (; at > 0 && scores[at - 1] < score; --at) {
+    scores[at] = scores[at - 1];
+    labels[at] = labels[at - 1];
+  }
+  scores[at] = score;
+  labels[at] = label;
+  return scores[a.k - 1];
+}
+
 template <int kVectors>
 struct TopLabelsPass {
   const TopLabelsArguments& a;
   const TopScratch& scratch;
-  std::int64_t tile;
-  Float worst[kVectors];  // the k-th best logit of each lane
-
-  // Keeps a lane's scores falling; equal scores stay behind the earlier label.
-  float insert(std::int64_t lane, float score, std::int64_t label) {
-    float* scores = scratch.scores + lane * a.k;
-    std::int64_t* labels = scratch.labels + lane * a.k;
-    std::int64_t at = a.k - 1;
-    for (; at > 0 && scores[at - 1] < score; --at) {
-      scores[at] = scores[at - 1];
-      labels[at] = labels[at - 1];
-    }
-    scores[at] = score;
-    labels[at] = label;
-    return scores[a.k - 1];
-  }
+  std::int64_t tile, first_label;  // first label of the block
+  Float worst[kVectors];           // the k-th best logit of each lane
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
@@ -47,15 +49,52 @@ struct TopLabelsPass {
     store(bound, worst[v]);
     const std::int64_t first = tile * scratch.tiling.width + v * kLanes;
     for (int i = 0; i < kLanes; ++i)
-      if (bound[i] < score[i]) bound[i] = insert(first + i, score[i], label);
+      if (bound[i] < score[i]) bound[i] = insert(a, scratch, first + i, score[i], label);
     worst[v] = load(bound);
   }
 };
 
+// One instance alone, where most lanes of a tile would be padding.
+struct TopLabelsOnePass {
+  const TopLabelsArguments& a;
+  const TopScratch& scratch;
+  std::int64_t instance;
+  float worst;
+
+  template <int kLabels>
+  XMLC_INLINE void run(std::int64_t group, std::int64_t label) {
+    const Layer& layer = a.layer;
+    const float* features = scratch.features + instance * layer.input;
+    const float* weight = weight_rows<kLabels>(layer, label, scratch.rows);
+    float score[kLabels];
+    with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
+      // The weights pass once, faster than the hardware foresees across pages.
+      constexpr std::int64_t kAhead = 16;
+      for (std::int64_t byte = 0; byte < layer.fan_in * 4; byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(weight + kAhead * layer.fan_in) + byte);
+      for (int r = 0; r < kLabels; ++r)
+        score[r] = gather_one<chains_for(kLabels)>(features, indices, layer.fan_in, weight + r * layer.fan_in,
+                                                   layer.bias[label + r]);
+    });
+    for (int r = 0; r < kLabels; ++r)
+      if (worst < score[r]) worst = insert(a, scratch, instance, score[r], label + r);
+  }
+};
+
+void top_labels_one(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range,
+                    std::int64_t instance) {
+  for_labels(a.layer, range,
+             TopLabelsOnePass{a, scratch, instance, scratch.scores[instance * a.k + a.k - 1]});
+}
+
 void top_labels(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range, std::int64_t tile) {
   with_width(scratch.tiling.width, [&](auto vectors) {
     constexpr int kVectors = vectors.value;
-    TopLabelsPass<kVectors> pass{a, scratch, tile, {}};
+    TopLabelsPass<kVectors> pass{a, scratch, tile, range.first * a.layer.group_size, {}};
+    if (scratch.by_strips) {
+      fill_biases(a.layer, range.first, range.last - range.first, scratch.strips, scratch.logits);
+      gather_strips(scratch.strips, scratch.features + tile * scratch.tiling.input * kLanes, scratch.logits);
+    }
     for (int v = 0; v < kVectors; ++v) {
       float bound[kLanes];
       for (int i = 0; i < kLanes; ++i)

@@ -19,7 +19,9 @@ FORMS = {
     "bfloat16-uint16": (1, BFLOAT16, UINT16),
     "group16-bfloat16": (16, BFLOAT16, INT32),
     "group64-float32-uint16": (64, FLOAT32, UINT16),
+    "wide": (1, FLOAT32, UINT16),  # by strips of inputs
 }
+INPUTS = {form: 8_500 if form == "wide" else 500 for form in FORMS}
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -29,7 +31,7 @@ def problems() -> dict[str, Problem]:
         form: oracles.make_problem(
             label=20_011,
             fan_in=32,
-            input=500,
+            input=INPUTS[form],
             batch=100,
             group_size=group_size,
             weight_dtype=weight_dtype,
@@ -97,6 +99,7 @@ def test_a_fused_step_does_not_depend_on_the_threads(
         "bfloat16-uint16": (1, "adam"),
         "group16-bfloat16": (0, "label_adam"),
         "group64-float32-uint16": (1, "momentum"),
+        "wide": (1, "sgd"),
     }[form]
 
     def results() -> list[Tensor]:
@@ -146,7 +149,7 @@ def test_a_redistribution_does_not_depend_on_the_threads(
         count = redistribute(
             copy.weight,
             copy.indices,
-            500,
+            INPUTS[form],
             fraction=0.3,
             scope=scope,
             new_value="random",

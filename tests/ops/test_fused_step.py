@@ -374,6 +374,34 @@ def test_several_fused_steps_are_as_exact_as_the_unfused_and_the_plain_path(
         )
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("slack", [0.0, 5.0], ids=["few active", "many active"])
+def test_many_blocks_by_strips_equal_the_unfused_path(backend: str, loss: str, slack: float) -> None:
+    problem = oracles.make_problem(20_011, 16, 8_500, 80)
+    problem.bias.fill_(slack - 5.0)
+    chosen = settings(loss, scale=1 / 80)
+    copy = problem.copy()
+    found, feature_gradient = step_in_place(copy, chosen, OptimizerState())
+    leaves = [value.clone().requires_grad_() for value in (problem.features, problem.weight, problem.bias)]
+    logits = sparse_linear(leaves[0], leaves[1], problem.indices, leaves[2])
+    target = oracles.targets(problem, torch.float32)
+    factor = oracles.factors(loss, target, None, chosen.share_positives)
+    expected = chosen.scale * LOSSES[loss](logits, target > 0, factor).sum()
+    expected.backward()
+    torch.testing.assert_close(found.float(), expected.detach(), rtol=1e-4, atol=1e-6)
+    for name, value, leaf in (
+        ("features", feature_gradient, leaves[0].grad),
+        ("weight", (problem.weight - copy.weight) / chosen.rate, leaves[1].grad),
+        ("bias", (problem.bias - copy.bias) / chosen.rate, leaves[2].grad),
+    ):
+        assert leaf is not None
+        size = float(leaf.abs().max())
+        assert size > 0
+        torch.testing.assert_close(
+            value, leaf, rtol=1e-3, atol=1e-3 * size, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 def test_a_bias_of_zero_gradient_is_not_decayed(backend: str) -> None:
     for kind in KINDS:
         problem = oracles.make_problem()
@@ -387,10 +415,11 @@ def test_a_bias_of_zero_gradient_is_not_decayed(backend: str) -> None:
 
 
 @pytest.mark.parametrize("weight_dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("input", "batch"), [(300, 33), (8_200, 64)], ids=["narrow", "by strips"])
 def test_exact_hinge_zeros_leave_inactive_labels_bit_identical(
-    backend: str, weight_dtype: torch.dtype
+    backend: str, weight_dtype: torch.dtype, input: int, batch: int
 ) -> None:
-    problem = oracles.make_problem(label=1009, batch=33, weight_dtype=weight_dtype)
+    problem = oracles.make_problem(label=1009, input=input, batch=batch, weight_dtype=weight_dtype)
     problem = replace(problem, labels=torch.arange(problem.labels.numel()) % 10 * 100)
     active = torch.zeros(1009, dtype=torch.bool)
     active[problem.labels] = True  # the positives' slack is large
