@@ -609,6 +609,19 @@ def test_a_pointer_to_no_checkpoint_is_refused(tmp_path: Path, text: str) -> Non
         checkpoints.latest()
 
 
+def test_a_lost_pointer_to_the_latest_is_refused_where_it_could_be_any(tmp_path: Path) -> None:
+    """It once read as "no checkpoint yet", and a resumed run threw away its work."""
+    checkpoints = CheckpointFolder(tmp_path)
+    only = checkpoints.save("step-1", OLD, {})
+    (tmp_path / "latest").unlink()
+    assert checkpoints.latest() == only
+
+    checkpoints.save("step-2", NEW, {})
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match=r"found no such file; write one of \['step-1', 'step-2'\]"):
+        checkpoints.latest()
+
+
 def test_a_failed_save_leaves_the_latest_as_it_was(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.save("step-1", OLD, {})

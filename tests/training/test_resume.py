@@ -337,6 +337,33 @@ def test_a_damaged_checkpoint_is_refused(stopped: Path, train: Train) -> None:
         train(problems.dataset(), resume=True)
 
 
+@pytest.mark.parametrize("lost", ["checkpoints", "checkpoints/latest", "checkpoints/*"])
+def test_lost_checkpoints_are_refused_and_the_metrics_stay(lost: str, train: Train, tmp_path: Path) -> None:
+    """Such a run once started again from step 0 without a word, over its metrics."""
+    run = train(problems.dataset())
+    before = (run / "metrics.jsonl").read_bytes()
+    for path in run.glob(lost):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if lost == "checkpoints/latest":
+        message = r"write one of \['step-"
+    else:
+        message = "needs the run's checkpoints, found n.* put them back, or start a new run"
+    with pytest.raises(CheckpointError, match=message):
+        train(problems.dataset(), resume=True)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b"[]", b"7", b"\xff", b"\0\0", b'{"epoch": "1", "step": 1, "best": true}', b"[" * 100_000]
+)
+def test_a_damaged_line_of_metrics_is_refused(line: bytes, train: Train) -> None:
+    run = train(problems.dataset(), training={"epochs": 1})
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2: must be a JSON object with epoch"):
+        train(problems.dataset(), resume=True, training={"epochs": 1})
+
+
 # ---- real processes --------------------------------------------------------------------------------------
 
 

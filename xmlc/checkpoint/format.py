@@ -186,6 +186,15 @@ class CheckpointFolder:
 
     root: Path
 
+    def create(self) -> None:
+        """Make the folder, so that one without checkpoints differs from one that is gone.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        with _writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+
     def save(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]) -> Path:
         """Write the checkpoint ``name`` and make it the latest, after removing what interrupted writes left.
 
@@ -201,8 +210,8 @@ class CheckpointFolder:
                 f"{self.root}: a checkpoint's name must be of letters, digits and '._-', found {name!r}; "
                 "choose one like step-00001000"
             )
+        self.create()
         with _writing(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
             for folder in self.root.iterdir():
                 _clean(folder)
             for pointer in (LATEST, BEST):
@@ -214,10 +223,20 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """Return the folder of the checkpoint saved last, or None before the first.
 
+        A single checkpoint needs no naming: a kill may come between the first one and ``latest``.
+
         Raises:
-            CheckpointError: The file ``latest`` names no checkpoint.
+            CheckpointError: The file ``latest`` names no checkpoint, or is missing beside several.
         """
-        return self._pointed(LATEST)
+        names = self.names()
+        if (self.root / LATEST).exists() or not names:
+            return self._pointed(LATEST)
+        if len(names) > 1:
+            raise CheckpointError(
+                f"{self.root / LATEST}: must name one of the checkpoints beside it, found no such file; "
+                f"write one of {names} into it"
+            )
+        return self.root / names[0]
 
     def best(self) -> Path | None:
         """Return the folder of the checkpoint marked best, or None if none is.

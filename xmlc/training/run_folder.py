@@ -48,9 +48,12 @@ class RunFolder:
     def create(self, config: Config, data: dict[str, Any]) -> None:
         """Write what describes the run; the config comes last, so that what has one is a run.
 
+        ``checkpoints/`` is there from the start: a run without it has lost it.
+
         Raises:
             CheckpointError: The folder is not writable.
         """
+        self.checkpoints.create()
         write_atomic(self.path / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
         write_atomic(self.path / DATA, json.dumps(data, indent=2) + "\n")
         write_atomic(self.path / CONFIG, dump_config(config))
@@ -154,15 +157,51 @@ class RunFolder:
         self.append(METRICS, json.dumps(entry))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics so far; without the last where a crash has cut it short."""
+        """Return the lines of metrics so far; without the last where a crash has cut it short.
+
+        Raises:
+            CheckpointError: A line is not what `record` writes.
+        """
         file = self.path / METRICS
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        return [_metrics_entry(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
+
+    def check_nothing_lost(self) -> None:
+        """Check that a run without a checkpoint never had one, so that it may start again.
+
+        An epoch's line of metrics comes before its checkpoint, so a kill may leave one line alone.
+
+        Raises:
+            CheckpointError: There must have been one.
+        """
+        if not self.checkpoints.root.is_dir():
+            found = f"no folder {CHECKPOINTS}"
+        elif len(epochs := self.metrics()) > 1:
+            found = f"none though {METRICS} holds {len(epochs)} epochs"
+        else:
+            return
+        raise CheckpointError(
+            f"{self.path}: --resume needs the run's checkpoints, found {found}; "
+            "put them back, or start a new run in another --out"
+        )
 
     def forget_after(self, epoch: int) -> None:
         """Drop metrics of epochs that a resumed run will finish again."""
         kept = [entry for entry in self.metrics() if entry["epoch"] <= epoch]
         write_atomic(self.path / METRICS, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        if type(entry["epoch"]) is int and type(entry["step"]) is int and type(entry["best"]) is bool:
+            return dict(entry)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise CheckpointError(
+        f"{where}: must be a JSON object with epoch, step and best, found {line[:60]!r}; "
+        "correct the line or start a new run"
+    )
 
 
 def environment() -> dict[str, Any]:

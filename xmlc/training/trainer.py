@@ -258,6 +258,7 @@ class Trainer:
         """Continue from the latest checkpoint; from the start where there is none yet."""
         path = self.folder.checkpoints.latest()
         if path is None:
+            self.folder.check_nothing_lost()
             self.folder.forget_after(0)
             return
         checkpoint = read_checkpoint(path)
