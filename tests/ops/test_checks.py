@@ -190,6 +190,59 @@ def test_an_index_changed_in_place_after_a_good_call_is_noticed(op: str, index_d
     OPS[op](problem)
 
 
+def through_numpy(indices: torch.Tensor, value: int) -> None:
+    indices.numpy()[3, 1] = value
+
+
+def through_data(indices: torch.Tensor, value: int) -> None:
+    indices.data[3, 1] = value
+
+
+def by_other_data(indices: torch.Tensor, value: int) -> None:
+    other = indices.clone()
+    other[3, 1] = value
+    indices.data = other
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("value", [10, 65_535])
+@pytest.mark.parametrize("write", [through_numpy, through_data, by_other_data])
+def test_an_index_changed_without_a_new_version_is_noticed(
+    op: str, value: int, write: Callable[[torch.Tensor, int], None]
+) -> None:
+    """The range was once checked by version only, and such a write ended in a segmentation fault."""
+    problem = small()
+    problem = replace(problem, indices=problem.indices.to(UINT16))
+    OPS[op](problem)
+    write(problem.indices, value)
+    refusal(op, lambda: OPS[op](problem), "indices", f"to {value}")
+
+
+KINDS = {
+    "a NumPy array for weight": (lambda p: replace(p, weight=p.weight.numpy()), "weight", "got ndarray"),
+    "no weight": (lambda p: replace(p, weight=None), "weight must be a torch tensor", "got NoneType"),
+    "a NumPy array for indices": (lambda p: replace(p, indices=p.indices.numpy()), "indices", "got ndarray"),
+    "a sparse weight": (lambda p: replace(p, weight=p.weight.to_sparse()), "weight", "torch.sparse_coo"),
+    "group_size as a string": (lambda p: replace(p, group_size="1"), "group_size", "integer", "got '1'"),
+    "group_size as a float": (lambda p: replace(p, group_size=1.0), "group_size", "integer", "got 1.0"),
+}
+KINDS_OF_BATCH = {
+    "a NumPy array for features": (lambda p: replace(p, features=p.features.numpy()), "features", "ndarray"),
+    "sparse features": (lambda p: replace(p, features=p.features.to_sparse()), "features", ".to_dense()"),
+    "no bias": (lambda p: replace(p, bias=None), "bias", "got NoneType"),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [(op, case) for op in OPS for case in KINDS]
+    + [(op, case) for op in OPS if op != "redistribute" for case in KINDS_OF_BATCH],
+)
+def test_an_argument_of_another_kind_is_refused(op: str, case: str) -> None:
+    change, *found = (KINDS | KINDS_OF_BATCH)[case]
+    refusal(op, lambda: OPS[op](change(small())), *found)
+
+
 @pytest.mark.parametrize("op", [op for op in OPS if op != "redistribute"])
 def test_indices_that_fit_one_input_are_checked_against_another(op: str) -> None:
     problem = small()
@@ -296,6 +349,10 @@ STEP = {
     ),
     "gradient_cutoff that is no number": ({"gradient_cutoff": math.nan}, "gradient_cutoff", "got nan"),
     "step of 0": ({"step": 0}, "step", "from 1", "got 0"),
+    "step below 0": ({"step": -1}, "step", "from 1", "got -1"),
+    "seed below 0": ({"seed": -1}, "seed must be at least 0", "got -1"),
+    "seed beyond 64 bits": ({"seed": 2**64}, "seed", "64 bits", "got 18446744073709551616"),
+    "state as a NumPy array": (adam(bias_first=torch.zeros(18).numpy()), "bias_first", "got ndarray"),
     "sgd with a state": ({"state": state("momentum")}, "'sgd'", "weight_first"),
     "adam without a state": ({"optimizer": OptimizerConfig(kind="adam")}, "'adam'", "weight_first absent"),
     "adam with the state of momentum": (
@@ -367,6 +424,11 @@ def test_settings_of_a_step_that_do_not_fit_are_refused_and_change_nothing(case:
     assert torch.equal(problem.weight, before.weight) and torch.equal(problem.bias, before.bias)
 
 
+@pytest.mark.parametrize("k", [2.5, "2", None, 2**64])
+def test_k_that_is_no_integer_is_refused(k: object) -> None:
+    refusal("top_labels", lambda: top(small(), k), "k must be an integer", f"got {k!r}")
+
+
 @pytest.mark.parametrize("k", [0, -1, 19, 2**40])
 def test_k_out_of_range_is_refused(k: int) -> None:
     refusal("top_labels", lambda: top(small(), k), "k must lie in [1, label] = [1, 18]", f"got {k}")
@@ -383,6 +445,13 @@ PRUNE = {
         "0.25",
     ),
     "neither fraction nor threshold": ({"fraction": None}, "exactly one of fraction and threshold", "None"),
+    "threshold below 0": ({"fraction": None, "threshold": -1.0}, "threshold", "at least 0", "got -1.0"),
+    "threshold that is no number": ({"fraction": None, "threshold": math.nan}, "threshold", "got nan"),
+    "new_value_bound that is no number": ({"new_value_bound": math.nan}, "must be finite", "got nan"),
+    "infinite new_value_bound": ({"new_value_bound": math.inf}, "must be finite", "got inf"),
+    "step below 0": ({"step": -1}, "step must be at least 0", "got -1"),
+    "seed below 0": ({"seed": -1}, "seed must be at least 0", "got -1"),
+    "seed as a float": ({"seed": 1.5}, "seed must be an integer", "got 1.5"),
     "unknown new_value": ({"new_value": "one"}, "zero, random, keep", "got 'one'"),
     "unknown scope": ({"scope": "label"}, "layer, group", "got 'label'"),
     "three states": ({"states": [torch.zeros(18, 4)] * 3}, "states", "at most two", "got 3"),
@@ -409,6 +478,19 @@ def test_settings_of_a_redistribution_that_do_not_fit_are_refused_and_change_not
 def test_a_redistribution_of_more_connections_than_inputs_is_refused() -> None:
     problem = replace(small(), indices=torch.zeros(18, 4, dtype=INT32))
     refusal("redistribute", lambda: prune(problem, input=3), "fan_in must be at most input = 3", "got 4")
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(UINT16, 65_536), (INT32, 2**31 - 1)])
+def test_a_redistribution_over_more_inputs_than_the_indices_can_name_is_refused(
+    dtype: torch.dtype, most: int
+) -> None:
+    """The indices once wrapped around: repeats, or a segmentation fault in the next step."""
+    problem = replace(small(), indices=small().indices.to(dtype))
+    prune(problem, input=most)
+    before = problem.indices.clone()
+    for input in (most + 1, 2**40):
+        refusal("redistribute", lambda: prune(problem, input=input), f"input must be at most {most}")  # noqa: B023
+    assert torch.equal(problem.indices, before)
 
 
 def incoming(*shape: int) -> torch.Tensor:
@@ -491,3 +573,27 @@ def test_the_registered_step_checks_its_pairs(
     settings = (None, None, None, None, None, 1, *of_loss, *of_optimizer)
     call = torch.ops.xmlc.fused_step
     refusal("fused_step", lambda: call(features, *pairs, weight, indices, bias, *settings), name, found)
+
+
+@pytest.mark.parametrize(
+    ("labels", "instances", "found"),
+    [
+        ([0, 18], [0, 1], "pair_label must lie in [0, 18), got values from 0 to 18"),
+        ([-1, 1], [0, 1], "pair_label must lie in [0, 18), got values from -1 to 1"),
+        ([0, 1], [0, 5], "pair_instance must lie in [0, 5), got values from 0 to 5"),
+        ([0, 1], [-1, 0], "pair_instance must lie in [0, 5)"),
+        ([2, 1], [0, 1], "pairs must rise by label"),
+        ([1, 1], [0, 0], "make them by pairs_by_label"),
+        ([1, 1], [2, 1], "pairs must rise by label"),
+    ],
+)
+def test_the_registered_step_checks_range_and_order_of_its_pairs(
+    labels: list[int], instances: list[int], found: str
+) -> None:
+    """The native code once took them on trust, and wrote out of its arrays."""
+    features, weight, indices, bias, _ = small().layer
+    pairs = (torch.tensor(labels, dtype=INT32), torch.tensor(instances, dtype=INT32))
+    of_loss, of_optimizer = ("bce", 1.0, False, 0.0), ("sgd", 0.1, 0.0, 0.9, 0.9, 0.999, 1e-8, 1, 0)
+    settings = (None, None, None, None, None, 1, *of_loss, *of_optimizer)
+    call = torch.ops.xmlc.fused_step
+    refusal("fused_step", lambda: call(features, *pairs, weight, indices, bias, *settings), found)

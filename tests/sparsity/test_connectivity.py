@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xmlc.errors import ConfigError
+from xmlc.errors import ConfigError, XmlcError
 from xmlc.sparsity import index_dtype, random_connectivity
 
 
@@ -66,3 +68,21 @@ def test_labels_differ() -> None:
 def test_more_fan_in_than_inputs_is_refused() -> None:
     with pytest.raises(ConfigError, match="fan_in must be at most the 7 inputs, found 8"):
         random_connectivity(3, 7, 8, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": 0}, "label and fan_in must be at least 1, found label = 0"),
+        ({"label": -1}, "found label = -1"),
+        ({"fan_in": 0}, "fan_in = 0"),
+        ({"group_size": 3}, r"group_size must be one of \(1, 16, 32, 64\), found 3"),
+        ({"group_size": 0}, "group_size must be one of"),
+        ({"input": 2**31}, "input must be at most 2147483647, found 2147483648"),
+        ({"label": 2.5}, "label must be an integer of 64 bits, got 2.5"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(XmlcError, match=message):
+        random_connectivity(**{"label": 10, "input": 32, "fan_in": 4, "group_size": 1, "seed": 0, **change})

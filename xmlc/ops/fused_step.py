@@ -138,7 +138,7 @@ def fused_step(
         learning_rate: Rate of this step.
         state: State of this optimizer kind, updated.
         step: Number of this step, from 1 (bias correction, rounding).
-        seed: Seed of the rounding.
+        seed: Seed of the rounding, at least 0.
         scale: Factor on loss and gradient, such as 1 / batch.
         share_positives: Of the softmax losses: divide an instance's positive weights by the number of its
             positives, so that every instance counts the same (suits recall; without it, precision:
@@ -155,6 +155,8 @@ def fused_step(
     Raises:
         NativeError: A dtype, shape, device, layout, label or state does not fit.
     """
+    checks.tensors(_NAME, indices=indices, bias=bias, **state.tensors())
+    checks.integers(_NAME, step=step, seed=seed, group_size=group_size)
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
     pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)
@@ -238,6 +240,7 @@ def pairs_by_label(offsets: Tensor, labels: Tensor, batch: int, label: int) -> t
     Raises:
         NativeError: A dtype, shape, offset or label does not fit.
     """
+    checks.tensors(_NAME, positive_offsets=offsets, positive_labels=labels)
     checks.tensor(_NAME, "positive_offsets", offsets, (batch + 1,), "[batch + 1]", torch.int64)
     checks.tensor(_NAME, "positive_labels", labels, (labels.numel(),), "[pair]", torch.int32, torch.int64)
     counts = offsets.diff()
@@ -294,10 +297,12 @@ def _fused_step_cpu(
         raise NativeError(f"{_NAME}: gradient_cutoff must be at least 0, got {gradient_cutoff}")
     if step < 1:
         raise NativeError(f"{_NAME}: step must count from 1, got {step}")
+    checks.counters(_NAME, seed=seed)
     state = OptimizerState(weight_first, weight_second, bias_first, bias_second)
     _check_state(optimizer, state, label, fan_in)
     for name, pair in (("pair_label", pair_label), ("pair_instance", pair_instance)):
         checks.tensor(_NAME, name, pair, (pair_label.numel(),), "[pair]", torch.int32)
+    _check_pairs(pair_label, pair_instance, label, batch)
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
     feature_gradient = torch.empty_like(features)
@@ -339,6 +344,21 @@ def _fused_step_cpu(
 @torch.library.register_fake("xmlc::fused_step")
 def _fused_step_fake(features: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return features.new_empty((), dtype=torch.float64), torch.empty_like(features)
+
+
+def _check_pairs(pair_label: Tensor, pair_instance: Tensor, label: int, batch: int) -> None:
+    for name, pair, end in (("pair_label", pair_label, label), ("pair_instance", pair_instance, batch)):
+        if pair.numel() and not 0 <= int(pair.min()) <= int(pair.max()) < end:
+            raise NativeError(
+                f"{_NAME}: {name} must lie in [0, {end}), "
+                f"got values from {int(pair.min())} to {int(pair.max())}"
+            )
+    keys = pair_label.to(torch.int64) * batch + pair_instance
+    if bool((keys.diff() <= 0).any()):
+        raise NativeError(
+            f"{_NAME}: pairs must rise by label, then instance, each once, got others; "
+            "make them by pairs_by_label"
+        )
 
 
 def _check_state(kind: str, state: OptimizerState, label: int, fan_in: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,17 +56,18 @@ def redistribute(
 
     Args:
         weight: float32 or bfloat16 [label, fan_in], updated.
-        indices: uint16 or int32 [group, fan_in], distinct within a row, updated.
-        input: Number of inputs, at least fan_in.
+        indices: uint16 or int32 [group, fan_in], updated. Distinct within a row, which is not checked: a
+            repeated input may stay repeated.
+        input: Number of inputs, at least fan_in; at most 65,536 for uint16 and 2^31 - 1 for int32.
         fraction: Share of the connections, in [0, 1]; exactly one of fraction and threshold.
-        threshold: Score below which a connection goes.
+        threshold: Score below which a connection goes, at least 0.
         scope: ``layer`` or ``group``.
         new_value: ``zero``, ``random`` or ``keep``.
-        new_value_bound: Of ``random``.
+        new_value_bound: Of ``random``; finite.
         states: Up to two float32 [label, fan_in], updated.
         group_size: 1, 16, 32 or 64.
-        step: Counter: another step draws other connections.
-        seed: Seed of draws and ties.
+        step: Counter from 0: another step draws other connections.
+        seed: Seed of draws and ties, at least 0.
 
     Returns:
         The number of connections replaced (a group's connection counts once).
@@ -75,6 +77,9 @@ def redistribute(
     """
     if len(states) > 2:
         raise NativeError(f"{_NAME}: states must be at most two tensors, got {len(states)}")
+    named = {f"state {number}": state for number, state in enumerate(states)}
+    checks.tensors(_NAME, weight=weight, indices=indices, **named)
+    checks.integers(_NAME, input=input, group_size=group_size, step=step, seed=seed)
     state0, state1, *_ = *states, None, None
     return int(
         torch.ops.xmlc.redistribute(
@@ -120,8 +125,18 @@ def _redistribute_cpu(
         )
     if fraction is not None and not 0.0 <= fraction <= 1.0:
         raise NativeError(f"{_NAME}: fraction must lie in [0, 1], got {fraction}")
+    if threshold is not None and not threshold >= 0.0:
+        raise NativeError(f"{_NAME}: threshold must be at least 0, got {threshold}")
+    if not math.isfinite(new_value_bound):
+        raise NativeError(f"{_NAME}: new_value_bound must be finite, got {new_value_bound}")
+    checks.counters(_NAME, step=step, seed=seed)
     if weight.shape[1] > input:
         raise NativeError(f"{_NAME}: fan_in must be at most input = {input}, got {weight.shape[1]}")
+    if input > checks.MOST_INPUTS[indices.dtype]:
+        raise NativeError(
+            f"{_NAME}: input must be at most {checks.MOST_INPUTS[indices.dtype]} for indices of "
+            f"{checks.name_of(indices.dtype)}, got {input}"
+        )
     if new_value not in NEW_VALUES:
         raise NativeError(f"{_NAME}: new_value must be one of {', '.join(NEW_VALUES)}, got {new_value!r}")
     if scope not in SCOPES:

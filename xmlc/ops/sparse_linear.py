@@ -48,6 +48,8 @@ def sparse_linear(
     Raises:
         NativeError: A dtype, shape, device, layout or index does not fit.
     """
+    checks.tensors(_NAME, features=features, weight=weight, indices=indices, bias=bias)
+    checks.integers(_NAME, group_size=group_size)
     return torch.ops.xmlc.sparse_linear(features, weight, indices, bias, group_size)
 
 

@@ -43,6 +43,8 @@ def top_labels(
     Raises:
         NativeError: A dtype, shape, device, layout, index or k does not fit.
     """
+    checks.tensors(_NAME, features=features, weight=weight, indices=indices, bias=bias)
+    checks.integers(_NAME, k=k, group_size=group_size)
     with torch.no_grad():
         return torch.ops.xmlc.top_labels(features, weight, indices, bias, k, group_size)
 
