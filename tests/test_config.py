@@ -165,6 +165,13 @@ def test_a_key_that_is_no_string_is_unknown() -> None:
         ("text.word_ngrams=[1]", ["text.word_ngrams:", "found [1]"]),
         ("text.word_ngrams=[2, 1]", ["text", "word_ngrams", "low <= high", "found [2, 1]"]),
         ("text.character_ngrams=[0, 2]", ["text", "character_ngrams", "found [0, 2]"]),
+        ("training.seed=true", ["training.seed", "integer", "found True"]),
+        ("training.epochs=2.0", ["training.epochs", "integer", "found 2.0"]),
+        ('training.epochs="2"', ["training.epochs", "integer", "found '2'"]),
+        ("training.min_delta=false", ["training.min_delta", "number", "found False"]),
+        ("data.unit_length=1", ["data.unit_length", "boolean", "found 1"]),
+        ("text.word_ngrams=[1, true]", ["text.word_ngrams", "integer", "found True"]),
+        ("model.width=64\nb=2", ["model.width", "integer"]),
         ("model=3", ["model must be a table of settings, found 3"]),
         ("model.fan_in.x=3", ["model.fan_in", "integer", "{'x': 3}"]),
         ("dense_optimizer.kind=label_adam", ["dense_optimizer.kind", "found label_adam"]),
@@ -175,6 +182,35 @@ def test_a_wrong_value_is_refused_by_place_key_and_value(override: str, words: l
         load_config(None, [override])
     for word in [f"--set {override}", *words]:
         assert word in str(caught.value)
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert load_config(None, ["loss.positive_weight=2"]).loss.positive_weight == 2.0
+
+
+MONSTERS = {
+    "digits": ("training.seed", "9" * 5000),
+    "brackets": ("training.seed", "[" * 3000 + "]" * 3000),
+    "key": (".".join("a" * 5000), "1"),
+    "key below a setting": ("model.width." + ".".join("a" * 5000), "1"),
+}
+
+
+@pytest.mark.parametrize("name", MONSTERS)
+def test_monstrous_settings_are_refused_in_a_readable_line(name: str, tmp_path: Path) -> None:
+    """They once ended in a ValueError or a RecursionError."""
+    key, value = MONSTERS[name]
+    for call in (
+        lambda: load_config(None, [f"{key}={value}"]),
+        lambda: load_config(write(tmp_path, f"{key} = {value}\n")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "\ufeff[model]\nwidth = 64\n")).model.width == 64
 
 
 def test_a_fan_in_above_the_width_is_refused() -> None:

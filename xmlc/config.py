@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +30,17 @@ FiniteFloat = Annotated[float, AfterValidator(_in_float32)]
 UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class Section(BaseModel):
-    """A group of settings: frozen, and an unknown key is an error."""
+# Strict as everything, but for the list that TOML and JSON have instead of a tuple.
+FromList = Field(strict=False)
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxlong = _brief.maxother = 80
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, an unknown key is an error, and so is ``true`` for 1 or ``"1"`` for 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class DataConfig(Section):
@@ -52,9 +60,9 @@ class DataConfig(Section):
 class TextConfig(Section):
     """TF-IDF over words and, optionally, character n-grams (scikit-learn's ``TfidfVectorizer``)."""
 
-    word_ngrams: tuple[PositiveInt, PositiveInt] = (1, 1)
+    word_ngrams: Annotated[tuple[PositiveInt, PositiveInt], FromList] = (1, 1)
     """Shortest and longest run of words that counts as a term."""
-    character_ngrams: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    character_ngrams: Annotated[tuple[NonNegativeInt, NonNegativeInt], FromList] = (0, 0)
     """Shortest and longest character n-gram within word boundaries; [0, 0] uses none."""
     min_document_frequency: PositiveInt = 1
     """Training texts that a term must occur in."""
@@ -325,9 +333,10 @@ def load_config(
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"{where}: preset must be one of {', '.join(PRESETS)}, found {preset!r}")
     merged = _merge(PRESETS[preset], settings, where)
-    for override in overrides:
-        merged = _merge(merged, _parse_override(override), f"--set {override}")
-    return build_config(merged, where if not overrides else f"{where} with --set {' '.join(overrides)}")
+    short = [_cut(override) for override in overrides]
+    for override, shown in zip(overrides, short, strict=True):
+        merged = _merge(merged, _parse_override(override), f"--set {shown}")
+    return build_config(merged, where if not overrides else f"{where} with --set {' '.join(short)}")
 
 
 def build_config(settings: Mapping[str, Any], where: str = "config") -> Config:
@@ -342,7 +351,7 @@ def build_config(settings: Mapping[str, Any], where: str = "config") -> Config:
         key = ".".join(str(part) for part in place)
         messages = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][:2] == place]
         message = " or ".join(dict.fromkeys(messages))
-        found = "" if first["type"] == "value_error" else f", found {first['input']!r}"
+        found = "" if first["type"] == "value_error" else f", found {_brief.repr(first['input'])}"
         raise ConfigError(f"{where}: {key + ': ' if key else ''}{message}{found}") from None
 
 
@@ -351,12 +360,24 @@ def dump_config(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ValueError: It is none, or holds a number or nesting that Python refuses.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("too deep nesting") from None
+
+
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return parse_toml(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{file}: the config must be a readable file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file}: the config must be TOML: {error}") from None
 
 
@@ -364,30 +385,26 @@ def _parse_override(text: str) -> dict[str, Any]:
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"--set must be SECTION.KEY=VALUE, found {text!r}")
+        raise ConfigError(f"--set must be SECTION.KEY=VALUE, found {_cut(text)!r}")
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw  # a bare word, as in loss.kind=bce
-    nested: Any = value
+        parsed = parse_toml(f"value = {raw}")
+    except ValueError:
+        parsed = {}
+    # What is no single value is a bare word, as in loss.kind=bce.
+    nested: Any = parsed["value"] if len(parsed) == 1 else raw
     for part in reversed(parts):
         nested = {part: nested}
     return nested
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping):
-            below = merged.get(key, {})
-            if not isinstance(below, Mapping):
-                raise ConfigError(f"{where}: {key} must be a value, found a table")
-            merged[key] = _merge(below, value, where)
-        elif isinstance(merged.get(key), Mapping):
-            raise ConfigError(f"{where}: {key} must be a table of settings, found {value!r}")
-        else:
-            merged[key] = value
-    return merged
+    """Return the sections of ``base`` with the settings of ``over`` in place of theirs."""
+    _check_keys(over, Config, where, "")
+    return dict(base) | {section: {**base.get(section, {}), **settings} for section, settings in over.items()}
 
 
 def _check_keys(settings: Mapping[str, Any], section: type[BaseModel], where: str, prefix: str) -> None:
@@ -404,10 +421,12 @@ def _check_keys(settings: Mapping[str, Any], section: type[BaseModel], where: st
                 if close
                 else (f"known are {', '.join(known)}")
             )
-            raise ConfigError(f"{where}: unknown key {prefix}{key}; {hint}")
+            raise ConfigError(f"{where}: unknown key {prefix}{_cut(str(key))}; {hint}")
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}: {prefix}{key} must be a table of settings, found {value!r}")
+                raise ConfigError(
+                    f"{where}: {prefix}{key} must be a table of settings, found {_brief.repr(value)}"
+                )
             _check_keys(value, field.annotation, where, f"{prefix}{key}.")
 
 

@@ -149,6 +149,12 @@ def test_a_file_with_another_checksum_is_refused(write: Write, cache: Path) -> N
             "kind: Input should be 'sparse', 'dense' or 'text', found 'other'",
         ),
         ("labels = 3", "labels = ", "a card must be TOML, found: Invalid value"),
+        ("propensity_a = 0.6", "propensity_a = nan", "propensity_a: Input should be .*, found nan"),
+        ("propensity_a = 0.6", "propensity_a = 1e300", "propensity_a: Input should be less .*, found 1e"),
+        ("propensity_b = 2.6", "propensity_b = -5.0", "propensity_b: Input should be greater .*, found -5"),
+        ("propensity_b = 2.6", "propensity_b = inf", "propensity_b: Input should be less .*, found inf"),
+        ("labels = 3", f"labels = {'9' * 5000}", "a card must be TOML, found: Exceeds the limit"),
+        ("labels = 3", f"labels = {'[' * 5000}", "a card must be TOML, found: too deep nesting"),
     ],
 )
 def test_a_wrong_card_is_refused_by_its_key(

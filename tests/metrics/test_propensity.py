@@ -71,3 +71,10 @@ def test_impossible_counts_are_refused(counts: np.ndarray, instances: int) -> No
 def test_a_and_b_outside_the_model_are_refused(a: float, b: float) -> None:
     with pytest.raises(ConfigError, match="a must be at least 0 and b above 0"):
         inverse_propensity(np.array([1]), 10, a, b)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1e300, 1.5), (2000.0, 1.5), (2.0, 1e-320)])
+def test_constants_beyond_all_measure_are_refused(a: float, b: float) -> None:
+    """They once ended in an OverflowError, or in metrics that are no numbers."""
+    with pytest.raises(ConfigError, match="must give finite propensities"):
+        inverse_propensity(np.array([0, 3]), 100, a, b)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tomllib
+import reprlib
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import xmlc
+from xmlc.config import parse_toml
 from xmlc.data.dataset import DEFAULT_PROPENSITY_A, DEFAULT_PROPENSITY_B, Dataset
 from xmlc.errors import DataError
 
@@ -43,8 +44,8 @@ class Card(_Part):
     obtain: str
     """How to get the files, in a sentence or two."""
     counts: Counts | None = None
-    propensity_a: float = DEFAULT_PROPENSITY_A
-    propensity_b: float = DEFAULT_PROPENSITY_B
+    propensity_a: float = Field(default=DEFAULT_PROPENSITY_A, ge=0, le=100)
+    propensity_b: float = Field(default=DEFAULT_PROPENSITY_B, gt=0, le=1e6)
     filters: tuple[str, ...] = ()
     """Those of ``files`` that hold (instance, label) pairs to mask."""
     files: dict[str, str] = Field(min_length=1)
@@ -97,19 +98,19 @@ def read_card(path: Path) -> Card:
         DataError: It is no TOML, or a key is missing, unknown or out of range.
     """
     try:
-        return Card.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return Card.model_validate(parse_toml(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise DataError(
             f"{path}: a card must be a readable file, found: {error.strerror}; check it"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: a card must be TOML, found: {error}; correct it") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{path}: {key}: {first['msg']}, found {first['input']!r}; correct the card"
+            f"{path}: {key}: {first['msg']}, found {reprlib.repr(first['input'])}; correct the card"
         ) from None
+    except ValueError as error:
+        raise DataError(f"{path}: a card must be TOML, found: {error}; correct it") from None
 
 
 def data_folder(card: Card) -> Path:

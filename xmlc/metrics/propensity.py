@@ -33,7 +33,7 @@ def inverse_propensity(
 
     Raises:
         DataError: ``train_counts`` is not an integer vector in [0, instances], or there is no instance.
-        ConfigError: ``a`` is negative or ``b`` is not above 0, or one is not finite.
+        ConfigError: ``a`` is negative or ``b`` is not above 0, or one is not finite, or the result is not.
     """
     if not (math.isfinite(a) and math.isfinite(b) and a >= 0.0 and b > 0.0):
         raise ConfigError(
@@ -55,5 +55,12 @@ def inverse_propensity(
             f"propensity: train_counts must lie in [0, instances] = [0, {instances}], found "
             f"[{train_counts.min()}, {train_counts.max()}]; count each label's training instances once"
         )
-    scale = max(math.log(instances) - 1.0, 0.0) * (b + 1.0) ** a
-    return 1.0 + scale * (train_counts.astype(np.float64) + b) ** -a
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = max(math.log(instances) - 1.0, 0.0) * np.float64(b + 1.0) ** a
+        inverse = 1.0 + scale * (train_counts.astype(np.float64) + b) ** -a
+    if not np.isfinite(inverse).all():
+        raise ConfigError(
+            f"propensity: a and b must give finite propensities, found a = {a}, b = {b}; "
+            "see the A and B of the data set's card"
+        )
+    return inverse
