@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,32 @@ def test_labels_are_counted_over_training_instances() -> None:
     assert described["train"]["labels_per_instance"] == {"mean": 1.0, "median": 1.0, "max": 2}
     assert described["train"]["without_labels"] == 1
     assert described["test"]["without_labels"] == 1
+
+
+@pytest.mark.parametrize("labels", [1, 2, 3, 4, 5, 6, 7])
+def test_labels_without_instances_count_in_mean_and_median(labels: int) -> None:
+    matrix = np.zeros((9, labels), np.int64)
+    matrix[:7, 0] = matrix[:4, labels // 2] = matrix[:2, labels - 1] = 1
+    described = describe(Dataset.from_arrays(np.ones((9, 1)), scipy.sparse.csr_array(matrix)))["labels"]
+    counts = matrix.sum(0)
+    assert described["training_instances"] == {
+        "mean": pytest.approx(counts.mean()),
+        "median": np.median(counts),
+        "max": 7,
+    }
+    assert described["share_with_0"] == np.mean(counts == 0)
+    assert described["share_with_at_most_5"] == np.mean(counts <= 5)
+
+
+def test_two_thousand_million_labels_take_no_memory() -> None:
+    """A header may promise as many; counting each took 16 GB."""
+    labels = scipy.sparse.csr_array(([1.0], ([0], [5])), shape=(1, 2**31 - 1))
+    dataset = Dataset.from_arrays(np.ones((1, 1)), labels)
+    tracemalloc.start()
+    described = describe(dataset)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert described["labels"]["training_instances"]["max"] == 1
 
 
 @pytest.mark.parametrize(

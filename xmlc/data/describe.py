@@ -19,7 +19,8 @@ def describe(dataset: Dataset) -> dict[str, Any]:
     labels. ``test.seen_in_training`` counts test instances whose text or features, if not empty, occur in
     training to the last bit.
     """
-    per_label = np.bincount(dataset.train.labels.indices, minlength=dataset.label_count)
+    per_label = np.unique(dataset.train.labels.indices, return_counts=True)[1]  # of labels that occur
+    absent = dataset.label_count - len(per_label)  # a header may promise 2^31 - 1 labels
     described: dict[str, Any] = {
         "name": dataset.name,
         "kind": dataset.kind,
@@ -30,10 +31,10 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "features": dataset.feature_count,
         "labels": {
             "count": dataset.label_count,
-            "training_instances": _spread(per_label),
-            "share_with_0": float(np.mean(per_label == 0)),
-            "share_with_1": float(np.mean(per_label == 1)),
-            "share_with_at_most_5": float(np.mean(per_label <= 5)),
+            "training_instances": _spread(per_label, absent),
+            "share_with_0": absent / dataset.label_count,
+            "share_with_1": np.count_nonzero(per_label == 1) / dataset.label_count,
+            "share_with_at_most_5": (absent + np.count_nonzero(per_label <= 5)) / dataset.label_count,
         },
         "train": _describe_split(dataset.train),
         "warnings": list(dataset.warnings),
@@ -64,10 +65,15 @@ def _describe_split(split: Split) -> dict[str, Any]:
     return described
 
 
-def _spread(counts: Int64) -> dict[str, float]:
+def _spread(counts: Int64, zeros: int = 0) -> dict[str, float]:
+    """Return mean, median and maximum of the counts and as many zeros; of no counts, zeros."""
+    total = len(counts) + zeros
     if not len(counts):
         return {"mean": 0.0, "median": 0.0, "max": 0}
-    return {"mean": float(counts.mean()), "median": float(np.median(counts)), "max": int(counts.max())}
+    middle = [place - zeros for place in ((total - 1) // 2, total // 2)]  # in the sorted counts
+    ordered = np.sort(counts)
+    median = sum(float(ordered[place]) for place in middle if place >= 0) / 2
+    return {"mean": float(counts.sum() / total), "median": median, "max": int(ordered[-1])}
 
 
 def _empty_rows(offsets: Int64) -> int:

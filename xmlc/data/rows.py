@@ -54,6 +54,8 @@ class CsrRows:
         Raises:
             DataError: An index is out of range, a value is not finite in float32, or not real.
         """
+        if matrix.ndim != 2:
+            raise DataError(f"{where}: must have two axes, [row, column], found shape {list(matrix.shape)}")
         if matrix.dtype.kind not in "biuf":
             raise DataError(f"{where}: values must be real numbers, found dtype {matrix.dtype}; convert them")
         rows = scipy.sparse.csr_array(matrix, copy=True)

@@ -120,6 +120,13 @@ def test_a_wrong_label_line_is_refused_by_its_number(write: Write, tmp_path: Pat
         read(write, tmp_path, GOOD, labels='{"title": "A"}\n{"title": 5}\n')
 
 
+@pytest.mark.parametrize("labels", ["", "\n\n"])
+def test_an_empty_file_of_labels_is_refused_by_its_name(write: Write, tmp_path: Path, labels: str) -> None:
+    """The instances were blamed once: a label must be from 0 to -1."""
+    with pytest.raises(DataError, match=r"lbl\.json: must hold one label .*, found an empty file"):
+        read(write, tmp_path, GOOD, labels=labels)
+
+
 def test_labels_are_needed(write: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must hold lbl\.json or lbl\.json\.gz, found neither"):
         read_folder(write({"trn.json": GOOD}), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,99 @@ def test_a_pickled_npy_is_refused_unopened(write: Write, tmp_path: Path) -> None
 def test_a_damaged_array_file_is_refused(write: Write, tmp_path: Path, name: str, content: bytes) -> None:
     folder = write({"trn_X_Y.txt": TEXT["trn_X_Y.txt"], name: content})
     with pytest.raises(DataError, match=rf"{name}: must be "):
+        read_folder(folder, tmp_path)
+
+
+PARTS: dict[str, Any] = {
+    "format": np.array(b"csr"),
+    "shape": np.array([3, 3]),
+    "data": np.ones(2),
+    "indices": np.array([0, 1]),
+    "indptr": np.array([0, 1, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": np.array(3)},
+        {"format": np.array([b"csr", b"csr"])},
+        {"shape": np.array([3.0, 3.0])},
+        {"shape": np.array([10**13, 3])},
+        {"indices": np.array([0.0, 1.5])},
+        {"indptr": np.array([0.0, 1, 1, 2])},
+        {"data": np.ones((2, 2))},
+    ],
+    ids=str,
+)
+def test_a_sparse_file_of_other_arrays_is_refused(
+    write: Write, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """They once ended in an AttributeError or TypeError; of float indices, the fractions were cut off."""
+    folder = write({"trn_X_Y.txt": TEXT["trn_X_Y.txt"]})
+    np.savez(folder / "trn_X_Xf.npz", **PARTS)
+    assert read_folder(folder, tmp_path).feature_count == 3
+    np.savez(folder / "trn_X_Xf.npz", **{**PARTS, **change})
+    with pytest.raises(DataError, match=r"trn_X_Xf\.npz: must be a "):
+        read_folder(folder, tmp_path)
+
+
+def test_a_sparse_file_of_one_axis_is_refused(write: Write, tmp_path: Path) -> None:
+    """It once ended in an IndexError."""
+    folder = write({"trn_X_Y.txt": TEXT["trn_X_Y.txt"]})
+    one_axis = {"format": b"coo", "shape": [3], "data": np.ones(1), "coords": [[1]], "_is_array": True}
+    np.savez(folder / "trn_X_Xf.npz", **one_axis)
+    with pytest.raises(DataError, match=r"trn_X_Xf\.npz: must "):
+        read_folder(folder, tmp_path)
+    matrix = scipy.sparse.coo_array(np.ones(3))
+    with pytest.raises(DataError, match=r"here: must have two axes, \[row, column\], found shape \[3\]"):
+        CsrRows.from_scipy(matrix, "here")
+
+
+def test_a_byte_changed_anywhere_in_an_array_file_is_refused_or_harmless(
+    write: Write, tmp_path: Path
+) -> None:
+    """zlib, tokenize and OverflowErrors once came through."""
+    folder = write({"trn_X_Y.txt": TEXT["trn_X_Y.txt"]})
+    refused = set()
+    for name in ("trn_X_Xf.npz", "trn_X_Xf.npy"):
+        path = folder / name
+        if name.endswith("z"):
+            scipy.sparse.save_npz(path, scipy.sparse.csr_array(FEATURES))
+        else:
+            np.save(path, FEATURES)
+        whole = path.read_bytes()
+        for place in range(0, min(len(whole), 500), 3):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+            try:
+                read_folder(folder, tmp_path)
+            except DataError as error:
+                assert name in str(error) or "rows of labels" in str(error)
+                refused.add(name)
+        path.unlink()
+    assert refused == {"trn_X_Xf.npz", "trn_X_Xf.npy"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"(3, 3)", b"(9**9**9, 3)"),
+        (b"(3, 3)", b"(-3, 3)"),
+        (b"{'descr'", b"[[[[[[[["),
+        (b"'<f4'", b"'<q9'"),
+        (b"(3, 3)", b"(3\0, 3)"),
+    ],
+)
+def test_a_damaged_header_of_an_array_is_refused(
+    write: Write, tmp_path: Path, old: bytes, new: bytes
+) -> None:
+    folder = write({"trn_X_Y.txt": TEXT["trn_X_Y.txt"]})
+    path = folder / "trn_X_Xf.npy"
+    np.save(path, FEATURES)
+    padding = b" " * (len(new) - len(old))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(padding + b"\n", b"\n", 1).replace(old, new))
+    with pytest.raises(DataError, match=r"trn_X_Xf\.npy: must be an array"):
         read_folder(folder, tmp_path)
 
 

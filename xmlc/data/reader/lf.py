@@ -49,7 +49,10 @@ def _read_labels(path: Path, scratch: Scratch) -> tuple[TextColumn, TextColumn]:
         title = _string(record, "title", where)
         names.append(title)
         texts.append(_join(title, _string(record, "content", where, "")))
-    return names.finish(), texts.finish()
+    columns = names.finish(), texts.finish()
+    if not len(columns[0]):
+        raise DataError(f"{path}: must hold one label in each line, found an empty file; add the labels")
+    return columns
 
 
 def _read_split(path: Path, label_count: int, scratch: Scratch, repairs: Repairs) -> Split:

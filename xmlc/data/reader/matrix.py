@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import scipy.sparse
@@ -122,8 +121,10 @@ def _read_sparse(path: Path, scratch: Scratch, repairs: Repairs) -> CsrRows:
         return read_rows(Layout(path, rows, columns, None), scratch, repairs)[0]
     try:
         with path.open("rb") as file:
+            _check_index_arrays(file)
+            file.seek(0)
             matrix = scipy.sparse.load_npz(file)  # refuses pickles
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+    except Exception as error:  # a damaged file may raise anything: of zipfile, zlib, NumPy or SciPy
         raise DataError(
             f"{path}: must be a sparse matrix saved by scipy.sparse.save_npz without pickled objects, found: "
             f"{error}; save it again"
@@ -133,10 +134,17 @@ def _read_sparse(path: Path, scratch: Scratch, repairs: Repairs) -> CsrRows:
     return merged
 
 
+def _check_index_arrays(file: BinaryIO) -> None:
+    with np.load(file) as arrays:
+        for name in ("indices", "indptr", "row", "col"):
+            if name in arrays and arrays[name].dtype.kind not in "iu":  # SciPy would cut off fractions
+                raise ValueError(f"{name} of dtype {arrays[name].dtype}, not of integers")
+
+
 def _load_array(path: Path) -> NDArray[Any]:
     try:
         return open_memmap(path, mode="r")  # refuses pickles
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # a damaged header may raise anything
         raise DataError(
             f"{path}: must be an array saved by numpy.save without pickled objects, found: {error}; "
             "save it again"
