@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import problems
 import pytest
 from click.testing import Result
 
@@ -189,7 +190,7 @@ def test_data_to_evaluate_that_do_not_fit(xmlc: Xmlc, home: Path) -> None:
     [
         ("text", b"good\ncaf\xe9\n", ":2: must be UTF-8 text"),
         ("text", b"good\n{bad\n", ":2: a line that starts with { must be a JSON object"),
-        ("sparse", b"1:1\n1:x\n", ":2: must hold feature:value pairs"),
+        ("sparse", b"1:1\n1:x\n", ":2: a value must be a number finite in float32"),
         ("dense", b"[1]\n", ":1: must be a JSON list of 32 numbers"),
     ],
 )
@@ -251,3 +252,12 @@ def test_a_warning_is_a_line_on_stderr(xmlc: Xmlc, tmp_path: Path) -> None:
     json.loads(result.stdout)
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"xmlc: warning: {tmp_path / 'data'}: ")
+
+
+def test_a_score_that_overflows_is_refused_by_its_line(xmlc: Xmlc, home: Path) -> None:
+    """It was once printed as Infinity, which is no JSON."""
+    good, huge = ("[" + ", ".join([number] * problems.HIDDEN) + "]\n" for number in ("1.0", "3e38"))
+    result = xmlc("predict", home / "dense run", stdin=(good + huge).encode())
+    assert result.exit_code == 2
+    assert result.stderr.startswith("xmlc: stdin:2: scores must be finite, found an overflow")
+    assert len(result.stdout.splitlines()) == 1

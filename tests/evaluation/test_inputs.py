@@ -87,11 +87,36 @@ def test_a_feature_given_twice_is_summed_as_in_training_data(predictors: dict[st
 
 @pytest.mark.parametrize(
     "pair",
-    ["96:1", "-1:1", "x:1", "1:x", "1", ":1", "1:", "1:nan", "1:inf", "1:1e39", "1:2:3", "1,2", "1.5:1"],
+    [
+        *("96:1", "-1:1", "x:1", "1:x", "1", ":1", "1:", "1:nan", "1:inf", "1:1e39", "1:2:3", "1,2", "1.5:1"),
+        *("1_0:1", "1:1_0", "\u0661:1", "1:\u0661", "1:0x1", "+1:1", "9" * 5000 + ":1"),
+    ],
 )
 def test_a_wrong_pair_is_refused_by_file_and_line(pair: str, predictors: dict[str, Predictor]) -> None:
-    with pytest.raises(DataError, match=rf"^my file:2: .* features from 0 to 95 .*found '{pair}'"):
+    with pytest.raises(DataError, match=r"^my file:2: a (feature|value|feature index) must be .*, found '"):
         parse(predictors, "sparse", "1:1", f"2:2 {pair}")
+
+
+def test_an_overflow_of_a_repeated_feature_is_refused_by_file_and_line(
+    predictors: dict[str, Predictor],
+) -> None:
+    """The error once named a row of a matrix."""
+    with pytest.raises(DataError, match=r"^my file:9: the sum of a repeated feature must be finite"):
+        parse(predictors, "sparse", "1:3e38", "1:3e38 1:3e38", first=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [("text", '{"title": "dog"}'), ("text", "dog"), ("sparse", "1:1"), ("dense", json.dumps([1.0] * 32))],
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_line(
+    kind: str, line: str, predictors: dict[str, Predictor]
+) -> None:
+    """A JSON object after one was once taken for a text."""
+    marked, plain = (parse(predictors, kind, text) for text in ("\ufeff" + line, line))
+    assert predictors[kind].predict(marked) == predictors[kind].predict(plain)
+    if kind == "text":
+        assert marked == ["dog"]
 
 
 # ---- dense features --------------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ def test_more_labels_than_there_are_gives_all_of_them(
     assert sorted(prediction.label for prediction in row) == list(range(problems.LABELS))
 
 
-@pytest.mark.parametrize("k", [0, -3])
-def test_less_than_one_label_is_refused(k: int, predictors: dict[str, Predictor]) -> None:
-    with pytest.raises(DataError, match=f"k must be at least 1, found {k}"):
+@pytest.mark.parametrize("k", [0, -3, 2.5, "x", None])
+def test_less_than_one_label_is_refused(k: Any, predictors: dict[str, Predictor]) -> None:
+    with pytest.raises(DataError, match=f"k must be a whole number, at least 1, found {k!r}"):
         predictors["text"].predict(["word1"], k=k)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import IO
@@ -25,14 +26,22 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
     A line is a text, or a JSON object with "title" and "content" or "text". For models of sparse features:
     `feature:value feature:value ...` as in XMC text. For dense features: a JSON list of numbers.
     """
+    from xmlc.errors import DataError
     from xmlc.evaluation import load
     from xmlc.evaluation.inputs import parse_lines
 
     predictor = load(run, checkpoint)
+    wanted = min(k, predictor.model.problem.label_count)
     name = getattr(file, "name", "stdin")
     for number, lines in _chunks(file):
-        for predictions in predictor.predict(parse_lines(predictor, lines, str(name), number), k):
+        answers = predictor.predict(parse_lines(predictor, lines, str(name), number), k)
+        for line, predictions in enumerate(answers, number):
             labels = [vars(prediction) for prediction in predictions]
+            # A label whose score is NaN or -inf is never among them.
+            if sum(math.isfinite(prediction.score) for prediction in predictions) < wanted:
+                raise DataError(
+                    f"{name}:{line}: scores must be finite, found an overflow; scale the features down"
+                )
             click.echo(json.dumps({"labels": labels}, ensure_ascii=False).encode())  # UTF-8 in any locale
 
 

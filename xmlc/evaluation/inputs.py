@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 
+from xmlc.data.reader.sparse_text import parse_features, sum_repeats
+from xmlc.data.rows import CsrRows
 from xmlc.errors import DataError
 from xmlc.evaluation.predict import Predictor
 
@@ -22,7 +24,7 @@ def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first
         predictor: Decides what a line is: a text or a JSON object with ``title``/``content`` or ``text``;
             ``feature:value`` pairs; or a JSON list of numbers. An empty line is an instance without text or
             features.
-        lines: With or without line ends.
+        lines: With or without line ends; line 1 may begin with a byte order mark.
         source: Names the file in errors.
         first: Number of the first line.
 
@@ -31,6 +33,8 @@ def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first
     """
     decoded = []
     for number, line in enumerate(lines, first):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
         try:
             decoded.append(line.decode("utf-8").strip())
         except UnicodeDecodeError:
@@ -44,17 +48,16 @@ def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first
     if predictor.takes == "dense":
         rows = [_dense(line, wanted, place) for line, place in zip(decoded, where, strict=True)]
         return np.array(rows, np.float32).reshape(-1, wanted)
-    offsets, columns, values = [0], [], []
+    offsets, columns, values = [0], list[int](), list[float]()
     for row, place in zip(decoded, where, strict=True):
-        for pair in row.split():
-            column, value = _pair(pair, wanted, place)
-            columns.append(column)
-            values.append(value)
+        row_columns, row_values = parse_features(row.encode().split(), place, wanted)
+        columns += row_columns
+        values += row_values
         offsets.append(len(columns))
-    return scipy.sparse.csr_array(
-        (np.array(values, np.float32), np.array(columns, np.int64), np.array(offsets, np.int64)),
-        shape=(len(decoded), wanted),
+    pairs = CsrRows(
+        np.array(offsets, np.int64), np.array(columns, np.int32), np.array(values, np.float32), wanted
     )
+    return sum_repeats(pairs, source, first)[0].to_scipy()
 
 
 def _text(line: str, place: str) -> str:
@@ -105,17 +108,3 @@ def _dense(line: str, wanted: int, place: str) -> list[float]:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= _FLOAT32_MAX  # type: ignore[arg-type]
-
-
-def _pair(pair: str, wanted: int, place: str) -> tuple[int, float]:
-    feature, colon, value = pair.partition(":")
-    try:
-        column, number = int(feature), float(value)
-    except ValueError:
-        column, number = -1, float("nan")
-    if not colon or not 0 <= column < wanted or not _is_number(number):
-        raise DataError(
-            f"{place}: must hold feature:value pairs with features from 0 to {wanted - 1} and values finite "
-            f"in float32, found {pair[:60]!r}; correct it"
-        )
-    return column, number

@@ -65,6 +65,7 @@ class Predictor:
         Raises:
             DataError: The inputs do not fit the model, or k is below 1.
         """
+        _check_k(k)
         scores, labels = self.top_labels(inputs, min(k, self.model.problem.label_count))
         return [
             [
@@ -76,9 +77,13 @@ class Predictor:
         ]
 
     def top_labels(self, inputs: Any, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores float32 and labels int64, [instance, k], best first; inputs as for `predict`."""
-        if k < 1:
-            raise DataError(f"predict: k must be at least 1, found {k}; ask for one label or more")
+        """Return scores float32 and labels int64, [instance, k], best first; inputs as for `predict`.
+
+        Raises:
+            DataError: The inputs do not fit the model, or k is below 1.
+            NativeError: k exceeds the number of labels.
+        """
+        _check_k(k)
         features = self.features(inputs)
         rows = row_count(features)
         unlabelled = CsrRows(
@@ -124,6 +129,13 @@ class Predictor:
                 "use the features the model was trained on"
             )
         return CsrRows.from_scipy(inputs, "predict: features")
+
+
+def _check_k(k: int) -> None:
+    if not isinstance(k, int | np.integer) or k < 1:
+        raise DataError(
+            f"predict: k must be a whole number, at least 1, found {k!r}; ask for one label or more"
+        )
 
 
 def load(run: str | Path, which: str = "best") -> Predictor:

@@ -82,16 +82,8 @@ def read_rows(layout: Layout, scratch: Scratch, repairs: Repairs) -> tuple[CsrRo
         if not body:
             continue
         feature_part, label_part = _parse_block(body, layout) or _parse_lines(body, body_line, layout)
-        feature_part, repeats = _canonical(feature_part)
+        feature_part, repeats = sum_repeats(feature_part, str(layout.path), body_line)
         repairs.features += repeats
-        assert feature_part.values is not None
-        finite = np.isfinite(feature_part.values)
-        if not finite.all():
-            row = row_of(feature_part.offsets, int(np.argmin(finite)))
-            raise DataError(
-                f"{layout.path}:{body_line + row}: the sum of a repeated feature must be finite in "
-                "float32, found an overflow; keep one of the repeats"
-            )
         features.append(feature_part)
         if label_part is not None:
             label_part, repeats = _canonical(label_part)
@@ -103,6 +95,52 @@ def read_rows(layout: Layout, scratch: Scratch, repairs: Repairs) -> tuple[CsrRo
             "correct the header or copy the file again"
         )
     return features.finish(), None if layout.labels is None else labels.finish()
+
+
+def parse_features(
+    tokens: list[bytes], where: str, columns: int, form: str = "index:value"
+) -> tuple[list[int], list[float]]:
+    """Return indices and values of the ``index:value`` tokens of one line; ``form`` describes it in errors.
+
+    Raises:
+        DataError: A token is something else, an index is out of range, or a value not finite in float32.
+    """
+    indices, values = [], []
+    for token in tokens:
+        index, colon, value = token.partition(b":")
+        if not colon or not index or not value:
+            raise DataError(f"{where}: a feature must be {form}, found {shorten(token)}; correct the line")
+        indices.append(_parse_index(where, "a feature index", index, columns))
+        if not _NUMBER.fullmatch(value) or _finite_float32(np.array([float(value)])) is None:
+            raise DataError(
+                f"{where}: a value must be a number finite in float32, found {shorten(token)}; "
+                "correct or remove it"
+            )
+        values.append(float(value))
+    return indices, values
+
+
+def sum_repeats(rows: CsrRows, source: str, line: int) -> tuple[CsrRows, int]:
+    """Sort each row's features and sum repeats; return also how many entries that saved.
+
+    Args:
+        rows: With values, one row for each line.
+        source: Names the file in errors.
+        line: Number of the first row's line.
+
+    Raises:
+        DataError: A sum leaves float32.
+    """
+    merged, repeats = _canonical(rows)
+    assert merged.values is not None
+    finite = np.isfinite(merged.values)
+    if not finite.all():
+        row = row_of(merged.offsets, int(np.argmin(finite)))
+        raise DataError(
+            f"{source}:{line + row}: the sum of a repeated feature must be finite in float32, found an "
+            "overflow; keep one of the repeats"
+        )
+    return merged, repeats
 
 
 def read_pairs(path: Path, instances: int, labels: int, repairs: Repairs) -> CsrRows:
@@ -261,21 +299,10 @@ def _parse_line(raw: bytes, where: str, layout: Layout) -> tuple[list[int], list
     labels = []
     if layout.labels is not None and tokens and b":" not in tokens[0] and raw.startswith(tokens[0]):
         labels = [_parse_index(where, "a label", field, layout.labels) for field in tokens.pop(0).split(b",")]
-    indices, values = [], []
-    for token in tokens:
-        index, colon, value = token.partition(b":")
-        if not colon or not index or not value:
-            start = "" if layout.labels is None else " after labels joined by commas without blanks"
-            raise DataError(
-                f"{where}: a feature must be index:value{start}, found {shorten(token)}; correct the line"
-            )
-        indices.append(_parse_index(where, "a feature index", index, layout.columns))
-        if not _NUMBER.fullmatch(value) or _finite_float32(np.array([float(value)])) is None:
-            raise DataError(
-                f"{where}: a value must be a number finite in float32, found {shorten(token)}; "
-                "correct or remove it"
-            )
-        values.append(float(value))
+    form = (
+        "index:value" if layout.labels is None else "index:value after labels joined by commas without blanks"
+    )
+    indices, values = parse_features(tokens, where, layout.columns, form)
     return labels, indices, values
 
 
