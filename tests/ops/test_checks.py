@@ -223,6 +223,7 @@ KINDS = {
     "no weight": (lambda p: replace(p, weight=None), "weight must be a torch tensor", "got NoneType"),
     "a NumPy array for indices": (lambda p: replace(p, indices=p.indices.numpy()), "indices", "got ndarray"),
     "a sparse weight": (lambda p: replace(p, weight=p.weight.to_sparse()), "weight", "torch.sparse_coo"),
+    "indices on another device": (lambda p: replace(p, indices=p.indices.to("meta")), "got cpu, meta"),
     "group_size as a string": (lambda p: replace(p, group_size="1"), "group_size", "integer", "got '1'"),
     "group_size as a float": (lambda p: replace(p, group_size=1.0), "group_size", "integer", "got 1.0"),
 }

@@ -25,12 +25,20 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def tensors(op: str, **values: Tensor) -> None:
-    """Require dense torch tensors, before torch's dispatch says it less helpfully."""
+    """Require dense torch tensors on the CPU, or all on the meta device, before torch's dispatch.
+
+    Its own messages are less helpful, and a single tensor on the meta device would make every result empty.
+    """
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise NativeError(f"{op}: {name} must be a torch tensor, got {type(value).__name__}")
         if value.layout is not torch.strided:
             raise NativeError(f"{op}: {name} must be a dense tensor, got {value.layout}; call .to_dense()")
+    devices = {value.device.type for value in values.values()}
+    if devices not in ({"cpu"}, {"meta"}):
+        raise NativeError(
+            f"{op}: all tensors must be on the CPU, got {', '.join(sorted(devices))}; move them with .cpu()"
+        )
 
 
 def integers(op: str, **values: int) -> None:
@@ -74,8 +82,7 @@ def groups(label: int, group_size: int) -> int:
 
 
 def matrix(op: str, name: str, value: Tensor, axes: str) -> tuple[int, int]:
-    """Require a tensor of two axes with at least one element each and return their sizes."""
-    tensors(op, **{name: value})
+    """Require two axes of at least one element each and return their sizes."""
     if value.dim() != 2 or 0 in value.shape:
         raise NativeError(
             f"{op}: {name} must be {axes} with at least one element each, got {list(value.shape)}"

@@ -155,7 +155,9 @@ def fused_step(
     Raises:
         NativeError: A dtype, shape, device, layout, label or state does not fit.
     """
-    checks.tensors(_NAME, indices=indices, bias=bias, **state.tensors())
+    named = {"features": features, "weight": weight, "indices": indices, "bias": bias}
+    positives = {"positive_offsets": positive_offsets, "positive_labels": positive_labels}
+    checks.tensors(_NAME, **named, **positives, **state.tensors())
     checks.integers(_NAME, step=step, seed=seed, group_size=group_size)
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
@@ -240,7 +242,6 @@ def pairs_by_label(offsets: Tensor, labels: Tensor, batch: int, label: int) -> t
     Raises:
         NativeError: A dtype, shape, offset or label does not fit.
     """
-    checks.tensors(_NAME, positive_offsets=offsets, positive_labels=labels)
     checks.tensor(_NAME, "positive_offsets", offsets, (batch + 1,), "[batch + 1]", torch.int64)
     checks.tensor(_NAME, "positive_labels", labels, (labels.numel(),), "[pair]", torch.int32, torch.int64)
     counts = offsets.diff()
