@@ -48,6 +48,13 @@ def integers(op: str, **values: int) -> None:
             raise NativeError(f"{op}: {name} must be an integer of 64 bits, got {value!r}")
 
 
+def numbers(op: str, **values: float | None) -> None:
+    """Require numbers, where they are given."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, int | float | np.number):
+            raise NativeError(f"{op}: {name} must be a number, got {value!r}")
+
+
 def counters(op: str, **values: int) -> None:
     """Require that what seeds the random numbers is not negative."""
     for name, value in values.items():

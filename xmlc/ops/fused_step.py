@@ -158,7 +158,10 @@ def fused_step(
     named = {"features": features, "weight": weight, "indices": indices, "bias": bias}
     positives = {"positive_offsets": positive_offsets, "positive_labels": positive_labels}
     checks.tensors(_NAME, **named, **positives, **state.tensors())
+    if positive_weight is not None:
+        checks.tensors(_NAME, positive_weight=positive_weight)
     checks.integers(_NAME, step=step, seed=seed, group_size=group_size)
+    checks.numbers(_NAME, learning_rate=learning_rate, scale=scale, gradient_cutoff=gradient_cutoff)
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
     pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)

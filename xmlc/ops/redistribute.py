@@ -80,6 +80,7 @@ def redistribute(
     named = {f"state {number}": state for number, state in enumerate(states)}
     checks.tensors(_NAME, weight=weight, indices=indices, **named)
     checks.integers(_NAME, input=input, group_size=group_size, step=step, seed=seed)
+    checks.numbers(_NAME, fraction=fraction, threshold=threshold, new_value_bound=new_value_bound)
     state0, state1, *_ = *states, None, None
     return int(
         torch.ops.xmlc.redistribute(
