@@ -148,7 +148,7 @@ def test_a_dense_step_equals_autograd_and_a_torch_optimizer(
         "bias": layer.linear.bias,
     }
     for name, true in exact.items():
-        slack = 4 * oracles.UNIT * true
+        slack = 4 * oracles.UNIT * (true.abs() + 1.0)
         oracles.assert_no_worse_than_plain(found[name], true, plain[name].double(), slack, name)
 
 
@@ -158,7 +158,9 @@ def test_a_dense_layer_ranks_like_a_stable_sort_of_all_logits(k: int) -> None:
     layer = dense_layer(LossConfig())
     layer.linear.weight.copy_(layer.linear.weight.round(decimals=1))
     scores, labels = layer.top_labels(features(), k)
-    expected, order = oracles.top(layer.linear(features()), k)
+    # Block by block: a library may round a product of fewer rows otherwise.
+    logits = torch.cat([block(features()) for block in layer.linear.blocks])
+    expected, order = oracles.top(logits, k)
     assert torch.equal(scores, expected)
     assert torch.equal(labels, order)
 
