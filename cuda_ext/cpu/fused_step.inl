@@ -113,7 +113,7 @@ struct FusedTilePass {
         return evaluate_as<Bce>(label, logit, gradient);
       case Loss::kSoftmax:
         return evaluate_as<Softmax>(label, logit, gradient);
-      case Loss::kDecoupledSoftmax:
+      default:
         return evaluate_as<DecoupledSoftmax>(label, logit, gradient);
     }
   }
