@@ -250,7 +250,11 @@ def measure_peers(recorder: Recorder, chosen: argparse.Namespace, problem: Probl
         for name, make_peer in SPARSE_STEPS.items():
             torch.set_num_threads(threads)
             peer: Step = make_peer(problem, threads)
-            check_step(name, peer, problem, learning_rate=0.0)
+            try:
+                check_step(name, peer, problem, learning_rate=0.0)
+            except AssertionError as error:  # torch's own products go wrong at some sizes
+                print(f"{name}: left out, its result is wrong: {error}", flush=True)
+                continue
             recorder.measure(versus(ours, {name: partial(peer.step, LEARNING_RATE)}), name)
             del peer
             gc.collect()
