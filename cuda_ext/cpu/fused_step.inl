@@ -121,7 +121,9 @@ struct FusedTilePass {
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    float* row = logits == nullptr ? nullptr : logits + (label - first_label) * kLanes;
+    // By strips, labels come one at a time and tiles are sixteen wide.
+    float* row =
+        kLabels * kVectors > 1 || logits == nullptr ? nullptr : logits + (label - first_label) * kLanes;
     const float* weight = nullptr;
     Float logit[kLabels][kVectors];
     if (row != nullptr) {
@@ -274,12 +276,15 @@ struct NormaliserPass {
   template <int kLabels>
   XMLC_INLINE void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    const float* weight = weight_rows<kLabels>(layer, label, rows);
     Float logit[kLabels][kVectors];
-    for (int r = 0; r < kLabels; ++r)
-      for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width, weight,
-           logit);
+    if (kLabels * kVectors == 1 && logits != nullptr) {
+      logit[0][0] = load(logits + (label - first_label) * kLanes);
+    } else {
+      for (int r = 0; r < kLabels; ++r)
+        for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
+      gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width,
+             weight_rows<kLabels>(layer, label, rows), logit);
+    }
     for (int r = 0; r < kLabels; ++r) {
       positives.for_label(label + r, [&](std::int64_t lane, std::int64_t pair) {
         float lanes[kLanes];

@@ -12,10 +12,6 @@ namespace xmlc::cpu {
 
 enum class Isa { kGeneric, kAvx2, kAvx512 };
 
-struct GroupRange {
-  std::int64_t first, last;
-};
-
 // Scratch of one fused step. A block of labels is passed over tile by tile, then updated.
 struct FusedScratch {
   Tiling tiling;
@@ -42,6 +38,16 @@ struct FusedScratch {
   float* logits;      // [thread, slots, 16]: of one tile; null unless by strips
 };
 
+// What one thread needs for the logits of a block.
+struct LogitsScratch {
+  Tiling tiling;
+  const float* features;  // [tile, input, tiling.width]
+  float* rows;            // [4, padded_fan_in]
+  bool by_strips;
+  Strips strips;  // the thread's own
+  float* logits;  // [strips.labels + 1, 16]
+};
+
 // One thread's best labels so far.
 struct TopScratch {
   Tiling tiling;
@@ -55,8 +61,7 @@ struct TopScratch {
 };
 
 struct Kernels {
-  void (*logits)(const SparseLinearArguments&, const Tiling&, const float* features, float* rows, GroupRange,
-                 std::int64_t tile);
+  void (*logits)(const SparseLinearArguments&, const LogitsScratch&, GroupRange, std::int64_t tile);
   void (*feature_gradient)(const SparseLinearArguments&, const Tiling&, float* gradient, float* rows,
                            GroupRange, std::int64_t tile);
   void (*weight_gradient)(const SparseLinearArguments&, const Tiling&, const float* features, float* row,

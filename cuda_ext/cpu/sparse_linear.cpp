@@ -1,5 +1,6 @@
 // Threads and scratch of the unfused layer. The logits and the weight gradient are split by label, the
 // feature gradient, a sum over labels, by tile of the batch: each sum has one owner and one order.
+#include "block_strips.h"
 #include "ops.h"
 #include "parallel.h"
 #include "workspace.h"
@@ -18,6 +19,7 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* wo
   float* features = scratch.take<float>(tiling.floats());
   const std::int64_t rows_floats = 4 * padded_fan_in(a.layer);
   float* rows = scratch.take<float>(threads * rows_floats);
+  const BlockStrips blocks(a.layer, tiling, 256, threads, scratch);
   if (workspace == nullptr) return scratch.bytes();
   const Kernels& isa = kernels();
   run_threads(threads, [&](int thread, Barrier& barrier) {
@@ -26,11 +28,17 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* wo
       pack(tiling, tile, a.features, features);
     barrier.wait();
     const Range own = share(groups_of(a.layer), thread, threads);
-    constexpr std::int64_t kBlock = 256;  // groups whose weights stay cached from tile to tile
-    for (std::int64_t first = own.first; first < own.last; first += kBlock)
-      for (std::int64_t tile = 0; tile < tiling.tiles; ++tile)
-        isa.logits(a, tiling, features, rows + thread * rows_floats,
-                   {first, std::min(first + kBlock, own.last)}, tile);
+    const LogitsScratch logits{tiling,
+                               features,
+                               rows + thread * rows_floats,
+                               blocks.by_strips(),
+                               blocks.strips(thread),
+                               blocks.logits(thread)};
+    for (std::int64_t first = own.first; first < own.last; first += blocks.groups()) {
+      const GroupRange block{first, std::min(first + blocks.groups(), own.last)};
+      blocks.sort(thread, block);
+      for (std::int64_t tile = 0; tile < tiling.tiles; ++tile) isa.logits(a, logits, block, tile);
+    }
   });
   return scratch.bytes();
 }

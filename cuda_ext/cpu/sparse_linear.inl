@@ -100,11 +100,23 @@ struct WeightGradientPass {
   }
 };
 
-void logits(const SparseLinearArguments& a, const Tiling& tiling, const float* features, float* rows,
-            GroupRange range, std::int64_t tile) {
-  with_width(tiling.width, [&](auto vectors) {
+void logits_by_strips(const SparseLinearArguments& a, const LogitsScratch& s, GroupRange labels,
+                      std::int64_t tile) {
+  fill_biases(a.layer, labels.first, labels.last - labels.first, s.strips, s.logits);
+  gather_strips(s.strips, s.features + tile * s.tiling.input * kLanes, s.logits);
+  const LinearTile<1> at(a, s.tiling, s.rows, tile);
+  for (std::int64_t label = labels.first; label < labels.last; ++label) {
+    const Float logit[1] = {load(s.logits + (label - labels.first) * kLanes)};
+    store_strip(at.logits(label), at.count, logit);
+  }
+}
+
+void logits(const SparseLinearArguments& a, const LogitsScratch& s, GroupRange range, std::int64_t tile) {
+  if (s.by_strips) return logits_by_strips(a, s, range, tile);
+  with_width(s.tiling.width, [&](auto vectors) {
     using Pass = LogitsPass<vectors.value>;
-    for_labels(a.layer, range, Pass{{a, tiling, rows, tile}, features + tile * tiling.input * tiling.width});
+    for_labels(a.layer, range,
+               Pass{{a, s.tiling, s.rows, tile}, s.features + tile * s.tiling.input * s.tiling.width});
   });
 }
 

@@ -1,7 +1,6 @@
 // A counting sort; `Strips::first` holds the counts, then the places, then the starts of the strips.
 #include "strips.h"
 
-#include "kernels.h"
 #include "xmlc/rounding.h"
 
 namespace xmlc::cpu {

@@ -16,6 +16,10 @@
 
 namespace xmlc::cpu {
 
+struct GroupRange {
+  std::int64_t first, last;
+};
+
 struct Connection {
   std::uint16_t input;  // within the strip
   std::uint16_t label;  // within the block; `Strips::labels` for padding

@@ -1,8 +1,8 @@
 // Threads and scratch of exact top-k. Each thread keeps the best of its own share of the labels; the
 // shares are merged in rising order of labels, so ties go to the lowest label for any number of threads.
 #include <limits>
-#include <vector>
 
+#include "block_strips.h"
 #include "ops.h"
 #include "parallel.h"
 #include "workspace.h"
@@ -45,12 +45,7 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
   float* scores = arrays.take<float>(threads * stride);
   std::int64_t* labels = arrays.take<std::int64_t>(threads * stride);
   float* rows = arrays.take<float>(threads * 4 * padded_fan_in);
-  // Groups of a block: their weights stay cached from tile to tile, or they are sorted together.
-  const bool by_strips = use_strips(a.layer, tiling);
-  const std::int64_t block_groups = by_strips ? 4096 : 1024;
-  std::vector<Strips> strips(by_strips ? threads : 0);
-  for (Strips& s : strips) s = plan_strips(a.layer, block_groups, padded_fan_in, arrays);
-  float* logits = arrays.take<float>(by_strips ? threads * (block_groups + 1) * tiling.width : 0);
+  const BlockStrips blocks(a.layer, tiling, 1024, threads, arrays);
   std::int64_t* next = arrays.take<std::int64_t>(threads * threads);
   if (workspace == nullptr) return arrays.bytes();
   const Kernels& isa = kernels();
@@ -71,18 +66,16 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
                              scores + thread * stride,
                              labels + thread * stride,
                              rows + thread * 4 * padded_fan_in,
-                             by_strips,
-                             by_strips ? strips[thread] : Strips{},
-                             logits + thread * (block_groups + 1) * tiling.width};
+                             blocks.by_strips(),
+                             blocks.strips(thread),
+                             blocks.logits(thread)};
     std::fill(scratch.scores, scratch.scores + stride, -std::numeric_limits<float>::infinity());
     std::fill(scratch.labels, scratch.labels + stride, -1);
     barrier.wait();
     const Range own = share(groups, thread, threads);
-    for (std::int64_t first = own.first; first < own.last; first += block_groups) {
-      const GroupRange block{first, std::min(first + block_groups, own.last)};
-      if (by_strips)
-        for (std::int64_t run = 0; run < Strips::kRuns; ++run)
-          sort_into_strips(a.layer, scratch.strips, block.first, block.last, run);
+    for (std::int64_t first = own.first; first < own.last; first += blocks.groups()) {
+      const GroupRange block{first, std::min(first + blocks.groups(), own.last)};
+      blocks.sort(thread, block);
       if (few)
         for (std::int64_t b = 0; b < a.batch; ++b) isa.top_labels_one(a, scratch, block, b);
       else

@@ -32,12 +32,15 @@ struct TopLabelsPass {
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
     const Layer& layer = a.layer;
-    const float* weight = weight_rows<kLabels>(layer, label, scratch.rows);
     Float logit[kLabels][kVectors];
-    for (int r = 0; r < kLabels; ++r)
-      for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-    gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width, weight,
-           logit);
+    if (kLabels * kVectors == 1 && scratch.by_strips) {
+      logit[0][0] = load(scratch.logits + (label - first_label) * kLanes);
+    } else {
+      for (int r = 0; r < kLabels; ++r)
+        for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
+      gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width,
+             weight_rows<kLabels>(layer, label, scratch.rows), logit);
+    }
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v)
         if (any(worst[v] < logit[r][v])) update(v, label + r, logit[r][v]);
