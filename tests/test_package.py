@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +58,16 @@ def test_idle_threads_of_torch_do_not_spin_unless_asked_to() -> None:
 def test_every_error_on_purpose_is_an_xmlc_error() -> None:
     for error in (errors.ConfigError, errors.DataError, errors.CheckpointError, errors.NativeError):
         assert issubclass(error, errors.XmlcError)
+
+
+def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None:
+    source = Path(__file__).resolve().parent.parent / "xmlc"
+    shutil.copytree(source, tmp_path / "xmlc", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "pyproject.toml").touch()
+    code = (  # without the finder of an editable install, which would find the built module after all
+        f"import sys; sys.meta_path = [f for f in sys.meta_path if isinstance(f, type)]; "
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from xmlc.errors import NativeError\n"
+        "try:\n    import xmlc.native\nexcept NativeError as error:\n    print(error)"
+    )
+    assert "is the source, which hides an installed package" in python(code)

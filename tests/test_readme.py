@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -34,8 +35,10 @@ def test_every_kind_of_example_is_found() -> None:
 def test_python_examples_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XMLC_CACHE", str(folder / "cache"))
+    names: dict[str, Any] = {}
     for example in PYTHON:
-        exec(compile(example, "README.md", "exec"), {})
+        exec(compile(example, "README.md", "exec"), names)
+    assert set(names["best"][0].tolist()) == {0, 2}, "what the estimator's comment says"
 
 
 def test_command_lines_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

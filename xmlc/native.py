@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +14,15 @@ from xmlc.errors import NativeError
 try:
     cpu: Any = import_module("xmlc._cpu")  # cuda_ext/bindings/cpu.cpp
 except ImportError as error:
+    _package = Path(__file__).resolve().parent
+    _advice = "install with `pip install .` from the project's folder (needs a C++17 compiler)"
+    if (_package.parent / "pyproject.toml").exists():
+        _advice = (
+            f"{_package} is the source, which hides an installed package: start Python in another folder, "
+            "or install in place with `pip install -e .`"
+        )
     raise NativeError(
-        f"native: the CPU kernels must be built and importable, found: {error}; "
-        "install with `pip install .` from the project's folder (needs a C++17 compiler)"
+        f"native: the CPU kernels must be built and importable, found: {error}; {_advice}"
     ) from error
 
 _requested = os.environ.get("XMLC_ISA")
