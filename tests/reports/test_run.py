@@ -178,3 +178,10 @@ def test_any_lines_give_a_page_or_a_refusal(lines: list[dict[str, Any]]) -> None
             return
         assert "nan" not in text.replace("nance", "")
         assert ">inf" not in text
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000], ids=["a monstrous number", "monstrous nesting"])
+def test_a_config_that_python_refuses_is_named(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.toml").write_text(f"x = {value}\n")
+    with pytest.raises(CheckpointError, match=r"config\.toml: must be TOML"):
+        read_run(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xmlc.config import Fraction, parse_toml
 from xmlc.errors import CheckpointError
 
 CONFIG, ENVIRONMENT, DATA, METRICS = "config.toml", "environment.json", "data.json", "metrics.jsonl"
 
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Record(BaseModel):
@@ -148,8 +147,8 @@ def _entries(file: Path) -> tuple[Entry, ...]:
 def _settings(file: Path, text: str) -> dict[str, Any]:
     """Return settings by ``section.key``, also those of other versions, which `load_config` would refuse."""
     try:
-        sections = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        sections = parse_toml(text)
+    except ValueError as error:
         raise CheckpointError(f"{file}: must be TOML, found: {error}; restore the file") from None
     return {
         f"{section}.{key}": value
