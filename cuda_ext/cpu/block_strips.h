@@ -20,7 +20,6 @@ class BlockStrips {
       strips_.push_back(plan_strips(layer, kLabels, layer.fan_in, workspace));
     logits_ = workspace.take<float>(threads * kLogits);
   }
-  bool by_strips() const { return by_strips_; }
   std::int64_t groups() const { return groups_; }
   Strips strips(int thread) const {
     return by_strips_ ? strips_[static_cast<std::size_t>(thread)] : Strips{};

@@ -18,10 +18,10 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   FusedScratch s{};
   s.tiling = choose_tiling(a.batch, a.layer.input);
   s.padded_fan_in = (a.layer.fan_in + 15) / 16 * 16;
-  s.by_strips = use_strips(a.layer, s.tiling);
+  const bool by_strips = use_strips(a.layer, s.tiling);
   // The tiles' weight gradients of one block: few megabytes, so that they stay cached until the update. With
   // strips more, so that the connections of a strip visit its inputs several times.
-  const std::int64_t block_floats = s.by_strips ? 1 << 21 : 1 << 19;
+  const std::int64_t block_floats = by_strips ? 1 << 21 : 1 << 19;
   const std::int64_t labels = std::max<std::int64_t>(64, block_floats / (s.tiling.tiles * s.padded_fan_in));
   s.block_groups = std::max<std::int64_t>(1, std::min(labels, a.layer.label) / a.layer.group_size);
   s.block_labels = s.block_groups * a.layer.group_size;
@@ -40,7 +40,7 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   s.factor = workspace.take<float>(lanes);
   s.share = workspace.take<float>(lanes);
   s.pair_logit = workspace.take<float>(lanes > 0 ? a.pair : 0);
-  if (s.by_strips) {
+  if (by_strips) {
     s.strips = plan_strips(a.layer, s.block_labels, s.padded_fan_in, workspace);
     s.logits = workspace.take<float>(threads * s.slots * s.tiling.width);
   }
@@ -90,7 +90,7 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
   run_threads(threads, [&](int thread, Barrier& barrier) {
     const Range own = share(tiling.tiles, thread, threads);
     const auto sort_block = [&](GroupRange block) {
-      if (!scratch.by_strips) return;
+      if (scratch.logits == nullptr) return;
       for (std::int64_t run = thread; run < Strips::kRuns; run += threads)
         sort_into_strips(a.layer, scratch.strips, block.first, block.last, run);
       barrier.wait();

@@ -120,20 +120,8 @@ struct FusedTilePass {
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
-    const Layer& layer = a.layer;
-    // By strips, labels come one at a time and tiles are sixteen wide.
-    float* row =
-        kLabels * kVectors > 1 || logits == nullptr ? nullptr : logits + (label - first_label) * kLanes;
-    const float* weight = nullptr;
     Float logit[kLabels][kVectors];
-    if (row != nullptr) {
-      logit[0][0] = load(row);
-    } else {
-      weight = weight_rows<kLabels>(layer, label, rows);
-      for (int r = 0; r < kLabels; ++r)
-        for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-      gather(layer, group, features(), weight, logit);
-    }
+    const float* weight = gather(a.layer, group, label, features(), rows, logits, first_label, logit);
 
     Float gradient[kLabels][kVectors];
     Float bias_gradient[kLabels];
@@ -151,8 +139,8 @@ struct FusedTilePass {
     for (int r = 0; r < kLabels; ++r) scratch.active[slot + r] = active;
     if (active)
       for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
-    if (row != nullptr) {
-      store(row, active ? gradient[0][0] : Float(0.0f));
+    if (weight == nullptr) {
+      store(logits + (label - first_label) * kLanes, active ? gradient[0][0] : Float(0.0f));
       active_labels += active;
     } else if (active) {
       backward(group, label, weight, gradient);
@@ -194,10 +182,10 @@ struct FusedTilePass {
 // Logits of all labels of a block, by strips; null where the passes do not go by strips.
 XMLC_INLINE float* gather_block(const FusedStepArguments& a, const FusedScratch& scratch, int thread,
                                 GroupRange block, std::int64_t tile) {
-  if (!scratch.by_strips) return nullptr;
+  if (scratch.logits == nullptr) return nullptr;
   float* logits = scratch.logits + thread * scratch.slots * kLanes;
-  fill_biases(a.layer, block.first, block.last - block.first, scratch.strips, logits);
-  gather_strips(scratch.strips, scratch.features + tile * scratch.tiling.input * kLanes, logits);
+  gather_strips(a.layer, block, scratch.strips, scratch.features + tile * scratch.tiling.input * kLanes,
+                logits);
   return logits;
 }
 
@@ -227,7 +215,7 @@ void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, int
     for_labels(a.layer, {group, end < block.last ? end : block.last}, pass);
     pass.loss_sum += static_cast<double>(sum_lanes(pass.loss));
   }
-  if (scratch.by_strips) pass.backward_by_strips(block);
+  if (pass.logits != nullptr) pass.backward_by_strips(block);
   scratch.loss[tile] += pass.loss_sum;
 }
 
@@ -275,16 +263,9 @@ struct NormaliserPass {
 
   template <int kLabels>
   XMLC_INLINE void run(std::int64_t group, std::int64_t label) {
-    const Layer& layer = a.layer;
     Float logit[kLabels][kVectors];
-    if (kLabels * kVectors == 1 && logits != nullptr) {
-      logit[0][0] = load(logits + (label - first_label) * kLanes);
-    } else {
-      for (int r = 0; r < kLabels; ++r)
-        for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-      gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width,
-             weight_rows<kLabels>(layer, label, rows), logit);
-    }
+    gather(a.layer, group, label, scratch.features + tile * scratch.tiling.input * scratch.tiling.width, rows,
+           logits, first_label, logit);
     for (int r = 0; r < kLabels; ++r) {
       positives.for_label(label + r, [&](std::int64_t lane, std::int64_t pair) {
         float lanes[kLanes];

@@ -140,12 +140,24 @@ XMLC_OUTLINE Float dot_run(const float* features, const Index* run, const Float 
   });
 }
 
+// The logits of a few labels: from the block's, where strips have gathered them, else from weights and
+// features of one tile. Returns the weights as float32 rows, or null where they were not needed. By strips,
+// labels come one at a time and tiles are sixteen wide.
 template <int kLabels, int kVectors>
-XMLC_INLINE void gather(const Layer& layer, std::int64_t group, const float* features, const float* weight,
-                        Float (&sum)[kLabels][kVectors]) {
+XMLC_INLINE const float* gather(const Layer& layer, std::int64_t group, std::int64_t label,
+                                const float* features, float* rows, const float* block,
+                                std::int64_t first_label, Float (&logit)[kLabels][kVectors]) {
+  if (kLabels * kVectors == 1 && block != nullptr) {
+    logit[0][0] = load(block + (label - first_label) * kLanes);
+    return nullptr;
+  }
+  for (int r = 0; r < kLabels; ++r)
+    for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
+  const float* weight = weight_rows<kLabels>(layer, label, rows);
   with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
-    gather_rows<kLabels, kVectors>(features, indices, layer.fan_in, weight, sum);
+    gather_rows<kLabels, kVectors>(features, indices, layer.fan_in, weight, logit);
   });
+  return weight;
 }
 
 template <int kLabels, int kVectors>
@@ -180,6 +192,10 @@ XMLC_INLINE void dot(const Layer& layer, std::int64_t group, const float* featur
   });
 }
 
+XMLC_INLINE const Connection* connections(const Strips& s, std::int64_t run, std::int64_t strip) {
+  return s.connections + run * s.stride + s.first[run * (s.strips + 1) + strip];
+}
+
 // Asks for the rows of the strip behind the present one, spread over the connections of the present one: its
 // first touches would come in random order, which no hardware foresees.
 class NextStrip {
@@ -188,7 +204,7 @@ class NextStrip {
       : next_(rows + Strips::kInputs * kLanes) {
     std::int64_t chunks = 0;
     for (std::int64_t run = 0; run < Strips::kRuns; ++run)
-      chunks += (strips.begin(run, strip + 1) - strips.begin(run, strip)) / kLanes;
+      chunks += (connections(strips, run, strip + 1) - connections(strips, run, strip)) / kLanes;
     const std::int64_t inputs = strip + 1 < strips.strips ? Strips::kInputs : 0;
     end_ = next_ + inputs * kLanes;
     at_once_ = chunks == 0 ? 0 : (inputs + chunks - 1) / chunks;
@@ -205,13 +221,18 @@ class NextStrip {
   std::int64_t at_once_;
 };
 
-// logits[label] += weight * features[input] for all connections of a block; features of one tile of sixteen.
-XMLC_OUTLINE void gather_strips(const Strips& strips, const float* features, float* logits) {
+// Logits [label, 16] of a block of labels, and a row of no meaning behind them; features of one tile of
+// sixteen.
+XMLC_OUTLINE void gather_strips(const Layer& layer, GroupRange labels, const Strips& strips,
+                                const float* features, float* logits) {
+  for (std::int64_t label = labels.first; label < labels.last; ++label)
+    store(logits + (label - labels.first) * kLanes, Float(layer.bias[label]));
+  store(logits + strips.labels * kLanes, Float(0.0f));
   for (std::int64_t strip = 0; strip < strips.strips; ++strip, features += Strips::kInputs * kLanes) {
     NextStrip next(strips, strip, features);
     for (std::int64_t run = 0; run < Strips::kRuns; ++run) {
-      const Connection* end = strips.begin(run, strip + 1);
-      for (const Connection* c = strips.begin(run, strip); c < end; c += kLanes) {
+      const Connection* end = connections(strips, run, strip + 1);
+      for (const Connection* c = connections(strips, run, strip); c < end; c += kLanes) {
         next.prefetch();
         unroll<kLanes>([&](auto j) XMLC_INLINE_LAMBDA {
           float* row = logits + c[j].label * kLanes;
@@ -228,8 +249,8 @@ XMLC_OUTLINE void scatter_strips(const Strips& strips, const float* features, co
   for (std::int64_t strip = 0; strip < strips.strips; ++strip) {
     NextStrip next(strips, strip, features), next_gradient(strips, strip, feature_gradient);
     for (std::int64_t run = 0; run < Strips::kRuns; ++run) {
-      const Connection* end = strips.begin(run, strip + 1);
-      for (const Connection* c = strips.begin(run, strip); c < end; c += kLanes) {
+      const Connection* end = connections(strips, run, strip + 1);
+      for (const Connection* c = connections(strips, run, strip); c < end; c += kLanes) {
         next.prefetch();
         next_gradient.prefetch();
         const Float sums = sum_each([&](auto j) XMLC_INLINE_LAMBDA {
@@ -246,13 +267,6 @@ XMLC_OUTLINE void scatter_strips(const Strips& strips, const float* features, co
     features += Strips::kInputs * kLanes;
     feature_gradient += Strips::kInputs * kLanes;
   }
-}
-
-// Rows [label, 16] of the labels' biases, and zeros in the row behind them.
-XMLC_INLINE void fill_biases(const Layer& layer, std::int64_t first, std::int64_t count, const Strips& strips,
-                             float* logits) {
-  for (std::int64_t i = 0; i < count; ++i) store(logits + i * kLanes, Float(layer.bias[first + i]));
-  store(logits + strips.labels * kLanes, Float(0.0f));
 }
 
 // Calls body for the labels of `range` in runs of four with shared inputs, or one at a time.

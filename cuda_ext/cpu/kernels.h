@@ -33,31 +33,23 @@ struct FusedScratch {
   float* share;
   float* pair_logit;  // [pair]
   float* rows;        // [thread, 4, padded_fan_in]: weights widened to float32
-  bool by_strips;     // whether the passes go by strips
   Strips strips;      // of the block
-  float* logits;      // [thread, slots, 16]: of one tile; null unless by strips
+  float* logits;      // [thread, slots, 16]: of one tile; null unless the passes go by strips
 };
 
 // What one thread needs for the logits of a block.
 struct LogitsScratch {
   Tiling tiling;
-  const float* features;  // [tile, input, tiling.width]
+  const float* features;  // [tile, input, tiling.width], or [instance, input] for `top_labels_one`
   float* rows;            // [4, padded_fan_in]
-  bool by_strips;
-  Strips strips;  // the thread's own
-  float* logits;  // [strips.labels + 1, 16]
+  Strips strips;          // the thread's own
+  float* logits;          // [strips.labels + 1, 16]; null unless the passes go by strips
 };
 
 // One thread's best labels so far.
-struct TopScratch {
-  Tiling tiling;
-  const float* features;  // [tile, input, tiling.width], or [instance, input] for `top_labels_one`
-  float* scores;          // [tile * tiling.width, k], falling
-  std::int64_t* labels;   // [tile * tiling.width, k]
-  float* rows;            // [4, padded_fan_in]
-  bool by_strips;
-  Strips strips;  // the thread's own
-  float* logits;  // [strips.labels + 1, 16]
+struct TopScratch : LogitsScratch {
+  float* scores;         // [tile * tiling.width, k], falling
+  std::int64_t* labels;  // [tile * tiling.width, k]
 };
 
 struct Kernels {

@@ -28,11 +28,7 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* wo
       pack(tiling, tile, a.features, features);
     barrier.wait();
     const Range own = share(groups_of(a.layer), thread, threads);
-    const LogitsScratch logits{tiling,
-                               features,
-                               rows + thread * rows_floats,
-                               blocks.by_strips(),
-                               blocks.strips(thread),
+    const LogitsScratch logits{tiling, features, rows + thread * rows_floats, blocks.strips(thread),
                                blocks.logits(thread)};
     for (std::int64_t first = own.first; first < own.last; first += blocks.groups()) {
       const GroupRange block{first, std::min(first + blocks.groups(), own.last)};

@@ -48,16 +48,14 @@ template <int kVectors>
 struct LogitsPass {
   LinearTile<kVectors> tile;
   const float* features;
+  const float* block;  // logits of the block, gathered by strips; null otherwise
+  std::int64_t first_label;
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) const {
-    const Layer& layer = tile.arguments.layer;
-    const float* weight = tile.template weight<kLabels>(label);
-    Float sum[kLabels][kVectors];
-    for (int r = 0; r < kLabels; ++r)
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Float(layer.bias[label + r]);
-    gather(layer, group, features, weight, sum);
-    for (int r = 0; r < kLabels; ++r) store_strip(tile.logits(label + r), tile.count, sum[r]);
+    Float logit[kLabels][kVectors];
+    gather(tile.arguments.layer, group, label, features, tile.rows, block, first_label, logit);
+    for (int r = 0; r < kLabels; ++r) store_strip(tile.logits(label + r), tile.count, logit[r]);
   }
 };
 
@@ -100,23 +98,13 @@ struct WeightGradientPass {
   }
 };
 
-void logits_by_strips(const SparseLinearArguments& a, const LogitsScratch& s, GroupRange labels,
-                      std::int64_t tile) {
-  fill_biases(a.layer, labels.first, labels.last - labels.first, s.strips, s.logits);
-  gather_strips(s.strips, s.features + tile * s.tiling.input * kLanes, s.logits);
-  const LinearTile<1> at(a, s.tiling, s.rows, tile);
-  for (std::int64_t label = labels.first; label < labels.last; ++label) {
-    const Float logit[1] = {load(s.logits + (label - labels.first) * kLanes)};
-    store_strip(at.logits(label), at.count, logit);
-  }
-}
-
 void logits(const SparseLinearArguments& a, const LogitsScratch& s, GroupRange range, std::int64_t tile) {
-  if (s.by_strips) return logits_by_strips(a, s, range, tile);
+  const float* features = s.features + tile * s.tiling.input * s.tiling.width;
+  if (s.logits != nullptr) gather_strips(a.layer, range, s.strips, features, s.logits);
   with_width(s.tiling.width, [&](auto vectors) {
     using Pass = LogitsPass<vectors.value>;
     for_labels(a.layer, range,
-               Pass{{a, s.tiling, s.rows, tile}, s.features + tile * s.tiling.input * s.tiling.width});
+               Pass{{a, s.tiling, s.rows, tile}, features, s.logits, range.first * a.layer.group_size});
   });
 }
 

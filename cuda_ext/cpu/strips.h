@@ -39,10 +39,6 @@ struct Strips {
   std::int64_t padded_fan_in;
   Connection* connections;  // [kRuns, stride]
   std::int32_t* first;      // [kRuns, strips + 1]
-
-  const Connection* begin(std::int64_t run, std::int64_t strip) const {
-    return connections + run * stride + first[run * (strips + 1) + strip];
-  }
 };
 
 // Whether the layer's passes go by strips: depends on shapes alone, as the order of sums does.

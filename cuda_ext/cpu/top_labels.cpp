@@ -61,14 +61,10 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
       for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile)
         pack(tiling, tile, a.features, features);
     }
-    const TopScratch scratch{tiling,
-                             features,
-                             scores + thread * stride,
-                             labels + thread * stride,
-                             rows + thread * 4 * padded_fan_in,
-                             blocks.by_strips(),
-                             blocks.strips(thread),
-                             blocks.logits(thread)};
+    const TopScratch scratch{
+        {tiling, features, rows + thread * 4 * padded_fan_in, blocks.strips(thread), blocks.logits(thread)},
+        scores + thread * stride,
+        labels + thread * stride};
     std::fill(scratch.scores, scratch.scores + stride, -std::numeric_limits<float>::infinity());
     std::fill(scratch.labels, scratch.labels + stride, -1);
     barrier.wait();

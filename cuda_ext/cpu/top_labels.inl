@@ -26,21 +26,14 @@ template <int kVectors>
 struct TopLabelsPass {
   const TopLabelsArguments& a;
   const TopScratch& scratch;
+  const float* features;           // of the tile
   std::int64_t tile, first_label;  // first label of the block
   Float worst[kVectors];           // the k-th best logit of each lane
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
-    const Layer& layer = a.layer;
     Float logit[kLabels][kVectors];
-    if (kLabels * kVectors == 1 && scratch.by_strips) {
-      logit[0][0] = load(scratch.logits + (label - first_label) * kLanes);
-    } else {
-      for (int r = 0; r < kLabels; ++r)
-        for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
-      gather(layer, group, scratch.features + tile * scratch.tiling.input * scratch.tiling.width,
-             weight_rows<kLabels>(layer, label, scratch.rows), logit);
-    }
+    gather(a.layer, group, label, features, scratch.rows, scratch.logits, first_label, logit);
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v)
         if (any(worst[v] < logit[r][v])) update(v, label + r, logit[r][v]);
@@ -71,10 +64,6 @@ struct TopLabelsOnePass {
     const float* weight = weight_rows<kLabels>(layer, label, scratch.rows);
     float score[kLabels];
     with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
-      // The weights pass once, faster than the hardware foresees across pages.
-      constexpr std::int64_t kAhead = 16;
-      for (std::int64_t byte = 0; byte < layer.fan_in * 4; byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(weight + kAhead * layer.fan_in) + byte);
       for (int r = 0; r < kLabels; ++r)
         score[r] = gather_one<chains_for(kLabels)>(features, indices, layer.fan_in, weight + r * layer.fan_in,
                                                    layer.bias[label + r]);
@@ -91,13 +80,11 @@ void top_labels_one(const TopLabelsArguments& a, const TopScratch& scratch, Grou
 }
 
 void top_labels(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range, std::int64_t tile) {
+  const float* features = scratch.features + tile * scratch.tiling.input * scratch.tiling.width;
+  if (scratch.logits != nullptr) gather_strips(a.layer, range, scratch.strips, features, scratch.logits);
   with_width(scratch.tiling.width, [&](auto vectors) {
     constexpr int kVectors = vectors.value;
-    TopLabelsPass<kVectors> pass{a, scratch, tile, range.first * a.layer.group_size, {}};
-    if (scratch.by_strips) {
-      fill_biases(a.layer, range.first, range.last - range.first, scratch.strips, scratch.logits);
-      gather_strips(scratch.strips, scratch.features + tile * scratch.tiling.input * kLanes, scratch.logits);
-    }
+    TopLabelsPass<kVectors> pass{a, scratch, features, tile, range.first * a.layer.group_size, {}};
     for (int v = 0; v < kVectors; ++v) {
       float bound[kLanes];
       for (int i = 0; i < kLanes; ++i)
