@@ -25,10 +25,10 @@ from xmlc.checkpoint import (
     read_checkpoint,
     read_into,
     read_metadata,
-    write_atomic,
     write_checkpoint,
 )
 from xmlc.errors import CheckpointError
+from xmlc.files import write_atomic
 
 METADATA: dict[str, JsonValue] = {"step": 7, "rate": 0.1, "label map": [0, 2, None], "nested": {"é": True}}
 OLD = {"weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "step": torch.tensor(1)}
@@ -674,3 +674,65 @@ def test_a_refused_write_keeps_the_file_and_removes_the_temporary(tmp_path: Path
 def test_writing_into_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must be writable"):
         write_atomic(tmp_path / "none" / "file", "new")
+
+
+# ---- order of writes -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def flushes_and_renames() -> Iterator[list[str]]:
+    """Record what reaches the disk and what is renamed, in order."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushing(descriptor: int) -> None:
+        done.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def renaming(source: Any, target: Any) -> None:
+        done.append(f"rename {Path(target).name}")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", flushing)
+        patch.setattr(os, "replace", renaming)
+        yield done
+
+
+def test_what_a_rename_commits_is_on_the_disk_before_it(tmp_path: Path) -> None:
+    """Otherwise a power cut after the rename could leave names of files without content."""
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    checkpoints.save("step-1", OLD, {})
+    with flushes_and_renames() as done:
+        checkpoints.save("step-2", NEW, {})
+
+    assert done == [
+        "flush tensors-0.safetensors",
+        "flush step-2",
+        "flush .manifest.json.tmp",
+        "rename manifest.json",
+        "flush step-2",
+        "flush checkpoints",
+        "flush .latest.tmp",
+        "rename latest",
+        "flush checkpoints",
+    ]
+
+
+def test_a_removed_checkpoint_loses_its_manifest_on_the_disk_before_its_data(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpoints.save(f"step-{step}", OLD, {})
+    present = []
+    fsync = os.fsync
+
+    def flushing(descriptor: int) -> None:
+        present.append(sorted(path.name for path in (checkpoints.root / "step-1").iterdir()))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", flushing)
+        checkpoints.keep(last=1)
+
+    assert present == [["tensors-0.safetensors"]]
+    assert checkpoints.names() == ["step-2"]

@@ -230,7 +230,8 @@ def test_a_damaged_line_of_metrics(xmlc: Xmlc, home: Path, tmp_path: Path) -> No
 
 def test_a_place_for_the_report_that_cannot_be(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
     line = refused(xmlc("report", home / "dense run", "--out", tmp_path / "none" / "report.html"))
-    assert "the report must be writable: No such file or directory" in line
+    assert f"{tmp_path / 'none' / 'report.html'}: must be writable, found: " in line
+    assert "No such file or directory" in line
 
 
 # ---- data ------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_a_report_replaces_the_one_before_at_once(write: Write, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match="the report must be writable: No space left"):
+        with pytest.raises(CheckpointError, match=r"must be writable, found: .*No space left"):
             write_report(run)
     assert (run / "report.html").read_text() == "old"
     before = {path.name for path in run.iterdir()}
@@ -172,7 +172,7 @@ def test_a_place_that_cannot_be_written_is_refused(write: Write, tmp_path: Path)
     for out in (tmp_path, Path()):
         with pytest.raises(CheckpointError, match="the report must be a file, found a folder"):
             write_report(run, out)
-    with pytest.raises(CheckpointError, match="the report must be writable: No such file"):
+    with pytest.raises(CheckpointError, match=r"must be writable, found: .*No such file"):
         write_report(run, tmp_path / "none" / "report.html")
 
 

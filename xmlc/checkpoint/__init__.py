@@ -6,7 +6,6 @@ from xmlc.checkpoint.format import (
     read_checkpoint,
     read_into,
     read_metadata,
-    write_atomic,
     write_checkpoint,
 )
 
@@ -16,6 +15,5 @@ __all__ = [
     "read_checkpoint",
     "read_into",
     "read_metadata",
-    "write_atomic",
     "write_checkpoint",
 ]

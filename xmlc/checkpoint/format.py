@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError, model_validator
 
 from xmlc.errors import CheckpointError
+from xmlc.files import open_regular, sync_folder, temporary_of, write_atomic, writing
 
 FORMAT = "xmlc-checkpoint"
 VERSION = 1
@@ -55,6 +56,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RESERVED_NAME = "__metadata__"  # a safetensors header keeps it for itself
 _DATA_FILE = re.compile(r"tensors-[0-9]+\.safetensors")
 _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_POINTER_BYTES = 1024  # a file's name has at most 255
 _BLANK_CHECKSUM = "0" * 64
 _LOAD_ANOTHER = "load another checkpoint of the run, or a fresh copy of this one"
 
@@ -88,15 +90,15 @@ def write_checkpoint(
     """
     _check_storable(folder, tensors, metadata)
     try:
-        with _writing(folder):
+        with writing(folder):
             _clean(folder)
             folder.mkdir(parents=True, exist_ok=True)
             names = (f"tensors-{number}.safetensors" for number in itertools.count())
             data = next(folder / name for name in names if not (folder / name).exists())
             entries = _write_data(data, tensors)
-            _sync_folder(folder)
+            sync_folder(folder)
             write_atomic(folder / MANIFEST, _manifest_text(entries, metadata))
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
     finally:
         with suppress(OSError):
             _clean(folder)
@@ -154,28 +156,6 @@ def read_metadata(folder: Path) -> Mapping[str, JsonValue]:
     return _read_manifest(folder).metadata
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a whole file so that ``path`` holds either its old content or ``data``, even after a power cut.
-
-    Text is written as UTF-8. The folder of ``path`` must exist.
-
-    Raises:
-        CheckpointError: The disk refuses (full, read-only).
-    """
-    temporary = _temporary(path)
-    try:
-        with _writing(path):
-            with temporary.open("wb") as stream:
-                stream.write(data.encode() if isinstance(data, str) else data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(path)
-            _sync_folder(path.parent)
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
 @dataclass(frozen=True)
 class CheckpointFolder:
     """The checkpoints of one run: ``root/<name>/`` each, and the files ``latest`` and ``best`` that name one.
@@ -192,7 +172,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The disk refuses.
         """
-        with _writing(self.root):
+        with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
 
     def save(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]) -> Path:
@@ -211,11 +191,11 @@ class CheckpointFolder:
                 "choose one like step-00001000"
             )
         self.create()
-        with _writing(self.root):
+        with writing(self.root):
             for folder in self.root.iterdir():
                 _clean(folder)
             for pointer in (LATEST, BEST):
-                _temporary(self.root / pointer).unlink(missing_ok=True)
+                temporary_of(self.root / pointer).unlink(missing_ok=True)
         write_checkpoint(self.root / name, tensors, metadata)
         write_atomic(self.root / LATEST, f"{name}\n")
         return self.root / name
@@ -270,9 +250,9 @@ class CheckpointFolder:
         for folder in (self.root / name for name in names[: max(len(names) - last, 0)]):
             if folder in protected:
                 continue
-            with _writing(folder):
+            with writing(folder):
                 (folder / MANIFEST).unlink()
-                _sync_folder(folder)  # a manifest must not outlive its data
+                sync_folder(folder)  # a manifest must not outlive its data
                 _clean(folder)
 
     def names(self) -> list[str]:
@@ -283,8 +263,8 @@ class CheckpointFolder:
         path = self.root / pointer
         if not path.exists():
             return None
-        with _reading(path):
-            name = path.read_text(encoding="utf-8", errors="replace").strip()
+        with _reading(path), open_regular(path) as stream:
+            name = stream.read(_POINTER_BYTES).decode(errors="replace").strip()
         if name not in self.names():
             raise CheckpointError(
                 f"{path}: must name a checkpoint beside it, found {name!r}; "
@@ -376,8 +356,8 @@ def _manifest_text(entries: Mapping[str, _Entry], metadata: Mapping[str, JsonVal
 def _read_manifest(folder: Path) -> _Manifest:
     """Read and verify ``manifest.json``; data files are not touched."""
     path = folder / MANIFEST
-    with _reading(path):
-        raw = path.read_bytes()
+    with _reading(path), open_regular(path) as stream:
+        raw = stream.read()
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -457,7 +437,7 @@ def _check_data_file(path: Path, entries: Mapping[str, _Entry]) -> None:
     """Check names, dtypes, shapes and size of a data file against the manifest; the data is not read."""
     header = _header(entries)
     expected = len(header) + sum(entry.bytes for entry in entries.values())
-    with _reading(path), path.open("rb") as stream:
+    with _reading(path), open_regular(path) as stream:
         found = stream.read(len(header))
         size = stream.seek(0, os.SEEK_END)
     if found != header:
@@ -476,7 +456,7 @@ def _check_data_file(path: Path, entries: Mapping[str, _Entry]) -> None:
 
 def _names_in(path: Path, otherwise: set[str]) -> set[str]:
     """Return the tensors that a safetensors file names, or ``otherwise`` if its header cannot be read."""
-    with _reading(path), path.open("rb") as stream:
+    with _reading(path), open_regular(path) as stream:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(min(length, 100_000_000))  # the library's own limit
     try:
@@ -496,7 +476,7 @@ def _check_names(where: str, must: set[str], found: set[str], advice: str) -> No
 
 def _read_data(path: Path, entries: Mapping[str, _Entry], tensors: Mapping[str, torch.Tensor]) -> None:
     """Read a data file that ``_check_data_file`` accepts into contiguous ``tensors``, in place."""
-    with _reading(path), path.open("rb") as stream:
+    with _reading(path), open_regular(path) as stream:
         stream.seek(len(_header(entries)))
         for name, entry in entries.items():
             digest = hashlib.sha256()
@@ -530,27 +510,13 @@ def _clean(folder: Path) -> None:
         used = _read_manifest(folder).files() if committed else {}
     except CheckpointError:
         return
-    _temporary(folder / MANIFEST).unlink(missing_ok=True)
+    temporary_of(folder / MANIFEST).unlink(missing_ok=True)
     for path in list(folder.iterdir()):
         if _DATA_FILE.fullmatch(path.name) and path.name not in used:
             path.unlink()
     if not committed:
         with suppress(OSError):  # files of others keep it
             folder.rmdir()
-
-
-def _temporary(path: Path) -> Path:
-    """Return where ``write_atomic`` prepares ``path``; one fixed name, so that the next write reuses it."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -563,14 +529,3 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: must be readable, found: {error}; {_LOAD_ANOTHER}") from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: must be writable, found: {error}; free space or choose another folder, "
-            "what was there before is still whole"
-        ) from error

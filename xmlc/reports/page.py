@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from xmlc import __version__
 from xmlc.config import Config
 from xmlc.errors import CheckpointError
+from xmlc.files import write_atomic
 from xmlc.reports.figures import ABSENT, Figure, Table, figures, phase_total, phases, tables
 from xmlc.reports.run import Run, read_run
 
@@ -47,20 +46,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     text = page(read_run(run))
     if file.is_dir():
         raise CheckpointError(f"{file}: the report must be a file, found a folder; name a file in it")
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(text.encode("utf-8", "replace"))  # a folder's name may be no Unicode
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    except OSError as error:
-        raise CheckpointError(
-            f"{file}: the report must be writable: {error.strerror}; choose another --out"
-        ) from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_atomic(file, text.encode("utf-8", "replace"))  # a folder's name may be no Unicode
     return file
 
 

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from xmlc import native
-from xmlc.checkpoint import CheckpointFolder, write_atomic
+from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation.predict import CHECKPOINTS
+from xmlc.files import write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     "config.toml",

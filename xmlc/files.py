@@ -1,0 +1,73 @@
+"""Files that are there whole or not at all, and reading what strangers may have put in their place."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+
+from xmlc.errors import CheckpointError
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a whole file so that ``path`` holds either its old content or ``data``, even after a power cut.
+
+    Text is written as UTF-8. The folder of ``path`` must exist, and one process at a time may write to it.
+
+    Raises:
+        CheckpointError: The disk refuses (full, read-only).
+    """
+    temporary = temporary_of(path)
+    try:
+        with writing(path):
+            with temporary.open("wb") as stream:
+                stream.write(data.encode() if isinstance(data, str) else data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def temporary_of(path: Path) -> Path:
+    """Return where `write_atomic` prepares ``path``; one fixed name, so that the next write reuses it."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BufferedReader]:
+    """Open a plain file to read; a link could lead out of its folder, and a pipe or device never end.
+
+    Raises:
+        OSError: There is none, it cannot be read, or it is something else.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("it is a link, a folder or a device, not a plain file")
+    with path.open("rb") as stream:
+        yield stream
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a refusal of the disk into a CheckpointError about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: must be writable, found: {error}; free space or choose another folder, "
+            "what was there before is still whole"
+        ) from error
