@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ _DATA_FILE = re.compile(r"tensors-[0-9]+\.safetensors")
 _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _POINTER_BYTES = 1024  # a file's name has at most 255
 _BLANK_CHECKSUM = "0" * 64
+_brief = reprlib.Repr().repr  # of what a stranger wrote: a line, not a page
 _LOAD_ANOTHER = "load another checkpoint of the run, or a fresh copy of this one"
 
 
@@ -288,13 +290,19 @@ class _Entry(BaseModel):
     def _check(self) -> _Entry:
         if not _DATA_FILE.fullmatch(self.file):
             raise ValueError(
-                f"file must be tensors-<number>.safetensors in the same folder, found {self.file!r}"
+                f"file must be tensors-<number>.safetensors in the same folder, found {_brief(self.file)}"
             )
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {self.dtype!r}")
-        needed = math.prod(self.shape) * DTYPES[self.dtype].itemsize
+            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {_brief(self.dtype)}")
+        item_bytes = DTYPES[self.dtype].itemsize
+        # torch multiplies sizes up even where one of them is 0.
+        if math.prod(max(size, 1) for size in self.shape) * item_bytes >= 2**63 or len(self.shape) > 64:
+            raise ValueError(f"shape must have at most 64 sizes and fit 63 bits, found {_brief(self.shape)}")
+        needed = math.prod(self.shape) * item_bytes
         if self.bytes != needed:
-            raise ValueError(f"bytes must be {needed} for {self.dtype} {self.shape}, found {self.bytes}")
+            raise ValueError(
+                f"bytes must be {needed} for {self.dtype} {_brief(self.shape)}, found {self.bytes}"
+            )
         return self
 
 
@@ -368,7 +376,9 @@ def _read_manifest(folder: Path) -> _Manifest:
         )
     version = document.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise CheckpointError(f"{path}: version must be at most {VERSION}, found {version}; upgrade xmlc")
+        raise CheckpointError(
+            f"{path}: version must be at most {VERSION}, found {_brief(version)}; upgrade xmlc"
+        )
     checksum = str(document.get("checksum"))
     blanked = raw.replace(checksum.encode(errors="replace"), _BLANK_CHECKSUM.encode(), 1)
     if hashlib.sha256(blanked).hexdigest() != checksum:
