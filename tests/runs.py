@@ -30,6 +30,13 @@ def checkpoint(run: Path, which: str = "latest") -> tuple[dict[str, bytes], dict
     return tensors, {key: value for key, value in read.metadata.items() if key not in passing}
 
 
+def assert_same_metrics_and_tensors(run: Path, other: Path) -> None:
+    """Require what two runs of different settings may share."""
+    assert metrics(run) == metrics(other)
+    for which in ("latest", "best"):
+        assert checkpoint(run, which)[0] == checkpoint(other, which)[0]
+
+
 def assert_same_run(run: Path, other: Path) -> None:
     """Require the same metrics, and the same bits in the latest and the best checkpoint."""
     assert metrics(run) == metrics(other)

@@ -222,6 +222,8 @@ class TrainingConfig(Section):
     """What counts as a gain for early stopping and the best epoch."""
     checkpoint_seconds: NonNegativeFloat = 600.0
     """Longest time between two checkpoints; every evaluation writes one as well."""
+    keep_last: PositiveInt = 1
+    """Checkpoints to keep, the last ones; the best one stays besides."""
     paper_protocol: bool = False
     """Let the *test* set choose rate, epoch and early stop, as published tables did. Not for new results."""
     tensorboard: bool = False

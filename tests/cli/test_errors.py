@@ -128,7 +128,9 @@ def test_two_starts(train: Callable[..., Result]) -> None:
 
 def test_a_place_for_the_run_that_cannot_be(train: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/run"):
+    line = refused(train(out=tmp_path / "file"))
+    assert f"{tmp_path / 'file'}: the run folder must be a folder, found a file; choose another" in line
+    for out in (tmp_path / "file" / "below", "/proc/run"):
         assert "the run folder must be writable" in refused(train(out=out))
 
 
@@ -142,8 +144,10 @@ def test_a_folder_that_is_in_use(train: Callable[..., Result], tmp_path: Path, h
 def test_a_resumption_that_does_not_fit(train: Callable[..., Result], home: Path, tmp_path: Path) -> None:
     run = home / "dense run"
     assert "--resume needs the folder of a run" in refused(train("--resume"))
-    changed = refused(train("--resume", "--set", "training.epochs=99", out=run))
-    assert "found training.epochs = 99 where it began with 6" in changed
+    changed = refused(train("--resume", "--set", "training.batch_size=99", out=run))
+    assert "found training.batch_size = 99 where it began with 16" in changed
+    fewer = refused(train("--resume", "--set", "training.epochs=5", out=run))
+    assert "training.epochs must be at least the 6 that the run has begun, found 5" in fewer
     assert "the run began on data with fingerprint" in refused(
         train("--resume", data=home / "sparse data", out=run)
     )
@@ -162,9 +166,11 @@ def test_a_cache_that_cannot_be_written(
 
 @pytest.mark.parametrize("verb", ["eval", "predict"])
 def test_a_run_that_is_none(verb: str, xmlc: Xmlc, tmp_path: Path) -> None:
-    assert "must be the folder of a run, found no checkpoints" in refused(xmlc(verb, tmp_path / "none"))
+    assert "must be the folder of a run, found no such folder" in refused(xmlc(verb, tmp_path / "none"))
     (tmp_path / "file").write_text("")
-    assert "must be the folder of a run" in refused(xmlc(verb, tmp_path / "file"))
+    assert "must be the folder of a run, found a file" in refused(xmlc(verb, tmp_path / "file"))
+    (tmp_path / "empty").mkdir()
+    assert "must be the folder of a run, found no checkpoints" in refused(xmlc(verb, tmp_path / "empty"))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert "the run has no checkpoint yet" in refused(xmlc(verb, tmp_path / "run"))
 

@@ -116,8 +116,33 @@ def test_the_paper_protocol_has_a_flag_that_names_the_test_set(
 def test_resume_finishes_a_run(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ok(xmlc("train", home / "text data", "--out", run, "--config", home / "config.toml"))
-    assert ok(xmlc("train", home / "text data", "--out", run, "--resume")) == f"{run}\n"
+    again = xmlc("train", home / "text data", "--out", run, "--resume")
+    assert ok(again) == f"{run}\n"
+    assert again.stderr == f"{run}: nothing left to do, training.epochs = 6 are done\n"
     runs.assert_same_run(run, home / "text run")
+
+
+def test_an_early_stop_says_so_and_a_longer_patience_goes_on(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    """Both once ended without a word."""
+    run = tmp_path / "run"
+    rates = ["output_optimizer.learning_rate=0.0", "dense_optimizer.learning_rate=0.0"]
+    flags = [word for each in [*rates, "training.patience=1"] for word in ("--set", each)]
+    first = xmlc("train", home / "text data", "--out", run, "--config", home / "config.toml", *flags)
+    ok(first)
+    why = "stopped early after epoch 2: no gain of P@1 in training.patience = 1 evaluations, "
+    why += "the best epoch is 1"
+    assert first.stderr.splitlines()[-1] == f"{run}: {why}"
+    again = xmlc("train", home / "text data", "--out", run, "--resume")
+    ok(again)
+    assert again.stderr == f"{run}: nothing left to do, {why}\n"
+    longer = ["--resume", "--config", run / "config.toml", "--set", "training.patience=2"]
+    more = xmlc("train", home / "text data", "--out", run, *longer)
+    ok(more)
+    lines = more.stderr.splitlines()
+    assert lines[0] == f"{run}: resumed with training.patience = 2, 1 before"
+    assert lines[1].startswith("epoch 3/6")
+    assert "stopped early after epoch 3" in lines[2]
+    assert load_config(run / "config.toml").training.patience == 2
 
 
 # ---- eval ------------------------------------------------------------------------------------------------

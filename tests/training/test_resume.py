@@ -20,12 +20,12 @@ import pytest
 import runs
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
-from xmlc.config import Config, dump_config
+from xmlc.config import Config, dump_config, load_config
 from xmlc.data import open_dataset
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation import load
-from xmlc.training import trainer
-from xmlc.training.run_folder import RunFolder
+from xmlc.training import run_folder, trainer
+from xmlc.training.run_folder import CHANGEABLE, RunFolder
 from xmlc.training.trainer import StoppedBySignalError
 
 Train = Callable[..., Path]
@@ -287,7 +287,9 @@ def stopped(train: Train, tmp_path: Path, at_step: Any) -> Path:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training": {"epochs": 9}}, r"found training\.epochs = 9 where it began with 8"),
+        ({"training": {"batch_size": 9}}, r"found training\.batch_size = 9 where it began with 16"),
+        ({"training": {"epochs": 9, "seed": 9}}, r"found training\.seed = 9 where it began with 3"),
+        ({"schedule": {"kind": "cosine"}}, r"found schedule\.kind = 'cosine' where it began with 'constant'"),
         ({"model": {"fan_in": 8}}, r"found model\.fan_in = 8 where it began with 16"),
         ({"text": {"max_features": 8}}, r"found text\.max_features = 8 where it began with None"),
     ],
@@ -299,6 +301,56 @@ def test_a_changed_setting_is_refused_by_key(
     with pytest.raises(ConfigError, match=message):
         train(problems.dataset(), resume=True, **sections)
     assert runs.checkpoint(stopped) == before
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("output_optimizer", "learning_rate", 0.002),
+        ("dense_optimizer", "learning_rate", 0.002),
+        ("training", "epochs", 2),
+        ("training", "epochs", 10),
+        ("training", "threads", 1),
+        ("training", "clip_norm", 0.5),
+        ("training", "patience", 1),
+        ("training", "checkpoint_seconds", 1.0),
+        ("training", "keep_last", 2),
+        ("training", "tensorboard", True),
+    ],
+)
+def test_what_may_change_changes_and_is_kept(
+    section: str, key: str, value: Any, stopped: Path, train: Train, capsys: Any
+) -> None:
+    old = getattr(getattr(problems.config(), section), key)
+    train(problems.dataset(), resume=True, **{section: {key: value}})
+    assert f"run: resumed with {section}.{key} = {value!r}, {old!r} before" in capsys.readouterr().err
+    assert load_config(stopped / "config.toml") == problems.config(**{section: {key: value}})
+    last = runs.metrics(stopped)[-1]["epoch"]
+    assert last == (value if key == "epochs" else last if key == "patience" else 8)
+    if key == "checkpoint_seconds":  # what has no say in the numbers changes no bit
+        runs.assert_same_metrics_and_tensors(stopped, train(problems.dataset(), "whole"))
+
+
+def test_every_setting_that_may_change_is_tested() -> None:
+    marks = test_what_may_change_changes_and_is_kept.pytestmark  # type: ignore[attr-defined]
+    assert {f"{section}.{key}" for section, key, _ in marks[0].args[1]} == CHANGEABLE
+
+
+def test_a_refused_change_leaves_the_config(stopped: Path, train: Train) -> None:
+    before = (stopped / "config.toml").read_bytes()
+    with pytest.raises(ConfigError):
+        train(problems.dataset(), resume=True, training={"epochs": 9, "seed": 4})
+    assert (stopped / "config.toml").read_bytes() == before
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(train: Train) -> None:
+    settings = {"output_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}}
+    run = train(problems.dataset(), **settings, training={"epochs": 5, "keep_last": 2})
+    names = CheckpointFolder(run / "checkpoints").names()
+    assert [int(name.removeprefix("step-")) for name in names] == [
+        epoch * STEPS_PER_EPOCH for epoch in (1, 4, 5)
+    ]
+    assert CheckpointFolder(run / "checkpoints").best() == run / "checkpoints" / names[0]
 
 
 def test_other_data_are_refused(stopped: Path, train: Train) -> None:
@@ -315,6 +367,36 @@ def test_a_folder_without_a_run_is_refused(train: Train, tmp_path: Path) -> None
     (tmp_path / "run").mkdir()
     with pytest.raises(CheckpointError, match=r"--resume needs the folder of a run, found no config\.toml"):
         train(problems.dataset(), resume=True)
+
+
+def test_a_run_that_was_killed_before_it_began_can_begin(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder once was neither empty nor a run, and took neither a new run nor --resume."""
+    whole = train(problems.dataset(), "whole", training={"epochs": 1})
+    write = run_folder.write_atomic
+    for lost in ("environment.json", "data.json", "config.toml"):
+
+        def deadly(path: Path, data: str, lost: str = lost) -> None:
+            if path.name == lost:
+                raise Killed
+            write(path, data)
+
+        monkeypatch.setattr(run_folder, "write_atomic", deadly)
+        with pytest.raises(Killed):
+            train(problems.dataset(), lost, training={"epochs": 1})
+        monkeypatch.setattr(run_folder, "write_atomic", write)
+        with pytest.raises(CheckpointError, match="a run that has not begun starts without --resume"):
+            train(problems.dataset(), lost, resume=True, training={"epochs": 1})
+        runs.assert_same_run(train(problems.dataset(), lost, training={"epochs": 1}), whole)
+
+
+def test_files_of_others_are_no_run_that_was_killed(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "data.json").write_text("mine")
+    with pytest.raises(CheckpointError, match="a new run needs a new or empty folder"):
+        train(problems.dataset())
+    assert (tmp_path / "run" / "data.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", "[]"])
@@ -351,6 +433,41 @@ def test_lost_checkpoints_are_refused_and_the_metrics_stay(lost: str, train: Tra
     with pytest.raises(CheckpointError, match=message):
         train(problems.dataset(), resume=True)
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("lost", [1, 3, 8])
+def test_lost_metrics_are_refused(lost: int, train: Train) -> None:
+    run = train(problems.dataset())
+    file = run / "metrics.jsonl"
+    kept = [line for number, line in enumerate(file.read_bytes().splitlines(True), 1) if number != lost]
+    file.write_bytes(b"".join(kept))
+    with pytest.raises(CheckpointError, match="must hold a line for each of the 8 epochs that are done"):
+        train(problems.dataset(), resume=True)
+    assert file.read_bytes() == b"".join(kept)
+
+
+def test_metrics_are_on_the_disk_before_their_checkpoint(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power cut could keep the checkpoint and lose the epoch's line."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushing(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renaming(source: Any, target: Any) -> None:
+        done.append(f"rename {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(os, "replace", renaming)
+    train(problems.dataset(), training={"epochs": 1})
+    written = done[done.index("metrics.jsonl") :]
+    assert written[:2] == ["metrics.jsonl", "run"]
+    assert written.index("rename manifest.json") > 1
+    assert "rename manifest.json" not in done[: done.index("metrics.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -480,6 +597,27 @@ def test_two_processes_do_not_share_a_run_folder(tmp_path: Path) -> None:
     first.result()
     with RunFolder(tmp_path / "run").locked():
         pass  # the lock dies with its process
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_folder_vanishes_stops_and_does_not_make_it_again(
+    replaced: bool, train: Train, tmp_path: Path, at_step: Any
+) -> None:
+    def vanish() -> None:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        if replaced:
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / ".lock").write_text("")
+
+    at_step(5, vanish)
+    with pytest.raises(CheckpointError, match=r"the run folder must stay|must be writable: No such file"):
+        train(problems.dataset(), training={"epochs": 2, "checkpoint_seconds": 0.0})
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    whole = train(problems.dataset(), "whole", training={"epochs": 2, "checkpoint_seconds": 0.0})
+    resumed = train(
+        problems.dataset(), "moved", resume=True, training={"epochs": 2, "checkpoint_seconds": 0.0}
+    )
+    runs.assert_same_run(resumed, whole)
 
 
 def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(tmp_path: Path, at_step: Any) -> None:

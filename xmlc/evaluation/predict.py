@@ -148,6 +148,9 @@ def load(run: str | Path, which: str = "best") -> Predictor:
     if which not in ("best", "latest"):
         raise ConfigError(f"load: which must be best or latest, found {which!r}; choose one")
     folder = Path(run) / CHECKPOINTS
+    if not Path(run).is_dir():
+        found = "a file" if Path(run).exists() else "no such folder"
+        raise CheckpointError(f"{run}: must be the folder of a run, found {found}; check the path")
     if not folder.is_dir():
         raise CheckpointError(
             f"{run}: must be the folder of a run, found no {CHECKPOINTS} in it; train one first"

@@ -114,9 +114,8 @@ def _decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
 def _sparse_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     """An embedding sees a few of its rows in a step: only those are updated ("lazy" Adam)."""
     if config.kind == "adam":
-        return torch.optim.SparseAdam(
-            parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps
-        )
+        # No rate: every step sets it, and this class alone refuses a rate of 0 here.
+        return torch.optim.SparseAdam(parameters, betas=(config.beta1, config.beta2), eps=config.eps)
     if config.kind == "sgd":
         return torch.optim.SGD(parameters, lr=config.learning_rate)
     raise ConfigError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -20,14 +21,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from xmlc import native
 from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation.predict import CHECKPOINTS
-from xmlc.files import write_atomic
+from xmlc.files import sync_folder, temporary_of, write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     "config.toml",
@@ -38,12 +39,29 @@ CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     ".lock",
 )
 
+CHANGEABLE = frozenset(
+    {
+        "output_optimizer.learning_rate",
+        "dense_optimizer.learning_rate",
+        "training.epochs",
+        "training.threads",
+        "training.clip_norm",
+        "training.patience",
+        "training.checkpoint_seconds",
+        "training.keep_last",
+        "training.tensorboard",
+    }
+)
+"""Settings that a resumed run may change: how long, how fast and how safely it goes on. All others say what
+its weights and moments mean."""
+
 
 class RunFolder:
     """One run on disk; every file but the growing ones appears by atomic rename."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: IO[str] | None = None
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS)
 
     def create(self, config: Config, data: dict[str, Any]) -> None:
@@ -62,10 +80,19 @@ class RunFolder:
     def check_empty(self) -> None:
         """Check that a new run may begin here.
 
+        What `create` left when it was interrupted is no run yet: it begins with an empty ``checkpoints/`` and
+        ends with the config.
+
         Raises:
             CheckpointError: The folder holds something already.
         """
-        if any(entry.name != LOCK for entry in self.path.iterdir()):
+        begun = {LOCK, CHECKPOINTS, ENVIRONMENT, DATA}
+        begun |= {temporary_of(self.path / name).name for name in (ENVIRONMENT, DATA, CONFIG)}
+        found = {entry.name for entry in self.path.iterdir()}
+        root = self.checkpoints.root
+        if found <= begun and root.is_dir() and not any(root.iterdir()):
+            return
+        if found != {LOCK}:
             raise CheckpointError(
                 f"{self.path}: a new run needs a new or empty folder, found files in it; "
                 "choose another --out, or continue that run with --resume"
@@ -79,25 +106,33 @@ class RunFolder:
         """
         file = self.path / CONFIG
         if not file.is_file():
-            raise CheckpointError(f"{self.path}: --resume needs the folder of a run, found no {CONFIG} in it")
+            raise CheckpointError(
+                f"{self.path}: --resume needs the folder of a run, found no {CONFIG} in it; "
+                "a run that has not begun starts without --resume"
+            )
         return file
 
-    def check_same(self, config: Config, fingerprint: str) -> None:
-        """Check that a resumed run goes on as it began.
+    def check_same(self, config: Config, fingerprint: str) -> dict[str, tuple[Any, Any]]:
+        """Check that a resumed run goes on as it began; return what may change and does, from and to, by key.
 
         Raises:
-            ConfigError: A setting differs; its key is named.
+            ConfigError: A setting differs that must not; its key is named.
             CheckpointError: The data set differs.
         """
         old = load_config(self.config_file()).model_dump(mode="json")
         new = config.model_dump(mode="json")
-        for section, settings in new.items():
-            for key, value in settings.items():
-                if old[section][key] != value:
-                    raise ConfigError(
-                        f"{self.path}: a resumed run keeps its settings, found {section}.{key} = {value!r} "
-                        f"where it began with {old[section][key]!r}; start a new run to change it"
-                    )
+        changed = {
+            f"{section}.{key}": (old[section][key], value)
+            for section, settings in new.items()
+            for key, value in settings.items()
+            if old[section][key] != value
+        }
+        for key, (began_with, found) in changed.items():
+            if key not in CHANGEABLE:
+                raise ConfigError(
+                    f"{self.path}: a resumed run keeps its settings, found {key} = {found!r} "
+                    f"where it began with {began_with!r}; start a new run to change it"
+                )
         try:
             began = json.loads((self.path / DATA).read_text())["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -110,6 +145,15 @@ class RunFolder:
                 f"{self.path}: the run began on data with fingerprint {began}, found {fingerprint}; "
                 "give the same data set"
             )
+        return changed
+
+    def change(self, config: Config) -> None:
+        """Keep the settings that a resumed run goes on with.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        write_atomic(self.path / CONFIG, dump_config(config))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -121,6 +165,10 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = (self.path / LOCK).open("w")
+        except FileExistsError:
+            raise CheckpointError(
+                f"{self.path}: the run folder must be a folder, found a file; choose another --out"
+            ) from None
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: the run folder must be writable: {error.strerror}; choose another --out"
@@ -133,29 +181,60 @@ class RunFolder:
                     f"{self.path}: one process may train into a run folder, found another at it; "
                     "wait for it or choose another --out"
                 ) from None
-            yield
+            self._lock = handle
+            try:
+                yield
+            finally:
+                self._lock = None
 
-    def append(self, file: str, line: str) -> None:
-        """Append a line to a growing file.
+    def check_held(self) -> None:
+        """Check that the folder is still the one that was locked.
+
+        Were it made again where it has vanished, a run would lie there in part, or two in one.
+
+        Raises:
+            CheckpointError: It has vanished, or another one has taken its place.
+        """
+        try:
+            there = (self.path / LOCK).stat().st_ino
+        except OSError:
+            there = None
+        if self._lock is not None and there != os.fstat(self._lock.fileno()).st_ino:
+            raise CheckpointError(
+                f"{self.path}: the run folder must stay while a run trains into it, found it gone or "
+                "replaced; put it back and continue with --resume, or start a new run"
+            )
+
+    def log(self, message: str) -> None:
+        """Append a message with the time to the log.
 
         Raises:
             CheckpointError: The disk refuses.
         """
+        self._append(LOG, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {message}", flush=False)
+
+    def record(self, entry: dict[str, Any]) -> None:
+        """Append one line of metrics, and have it on the disk before the checkpoint that follows it.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        self.check_held()
+        self._append(METRICS, json.dumps(entry), flush=True)
+
+    def _append(self, file: str, line: str, flush: bool) -> None:
         try:
             with (self.path / file).open("a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
+                if flush:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            if flush:
+                sync_folder(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path / file}: must be writable: {error.strerror}; free space, then --resume"
             ) from None
-
-    def log(self, message: str) -> None:
-        """Append a message with the time to the log."""
-        self.append(LOG, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {message}")
-
-    def record(self, entry: dict[str, Any]) -> None:
-        """Append one line of metrics."""
-        self.append(METRICS, json.dumps(entry))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics so far; without the last where a crash has cut it short.
@@ -187,8 +266,18 @@ class RunFolder:
         )
 
     def forget_after(self, epoch: int) -> None:
-        """Drop metrics of epochs that a resumed run will finish again."""
+        """Drop metrics of epochs that a resumed run will finish again.
+
+        Raises:
+            CheckpointError: A line of an epoch that is done has been lost.
+        """
         kept = [entry for entry in self.metrics() if entry["epoch"] <= epoch]
+        found = [entry["epoch"] for entry in kept]
+        if found != list(range(1, epoch + 1)):
+            raise CheckpointError(
+                f"{self.path / METRICS}: must hold a line for each of the {epoch} epochs that are done, "
+                f"found {found}; put the lines back, or start a new run"
+            )
         write_atomic(self.path / METRICS, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 

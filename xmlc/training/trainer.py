@@ -89,12 +89,30 @@ class Trainer:
             ConfigError: The loss is no number any more.
             CheckpointError: The disk refuses.
         """
-        position = self.position
+        position, path = self.position, self.folder.path
+        reason = self._reason_to_end()
+        if reason is not None:
+            progress.say(f"{path}: nothing left to do, {reason}")
         with self._signals_noted(), closing(self._board) if self._board is not None else nullcontext():
-            while position.epoch < self.config.training.epochs and not position.finished:
+            while self._reason_to_end() is None:
                 self._epoch()
                 self._finish_epoch()
-        self.folder.log(f"finished after {position.step} steps")
+        if reason is None and position.finished:
+            progress.say(f"{path}: {self._reason_to_end()}")
+        self.folder.log(f"finished after {position.step} steps, {self._reason_to_end()}")
+
+    def _reason_to_end(self) -> str | None:
+        """Say why training is over, or None where it goes on."""
+        position, training = self.position, self.config.training
+        if position.finished:
+            best = max((entry["epoch"] for entry in self.folder.metrics() if entry["best"]), default=None)
+            return (
+                f"stopped early after epoch {position.epoch}: no gain of {training.metric} in "
+                f"training.patience = {training.patience} evaluations, the best epoch is {best}"
+            )
+        if position.epoch >= training.epochs:
+            return f"training.epochs = {training.epochs} are done"
+        return None
 
     def _epoch(self) -> None:
         position, training = self.position, self.config.training
@@ -224,7 +242,7 @@ class Trainer:
             self._board.flush()
 
     def save(self, best: bool = False) -> None:
-        """Write a checkpoint of everything that the run needs to go on; keep it, and the best one."""
+        """Write a checkpoint of everything that the run needs to go on; keep the last ones and the best."""
         position = self.position
         name = f"step-{position.step:010d}"
         tensors: dict[str, Tensor] = {f"model.{key}": value for key, value in self.model.tensors().items()}
@@ -247,11 +265,12 @@ class Trainer:
             "seconds": self.seconds,
             "phase_seconds": dict(self.stopwatch.seconds),
         }
+        self.folder.check_held()
         with self.stopwatch.phase("checkpoint"):
             self.folder.checkpoints.save(name, tensors, metadata)
             if best:
                 self.folder.checkpoints.mark_best(name)
-            self.folder.checkpoints.keep(last=1)
+            self.folder.checkpoints.keep(last=self.config.training.keep_last)
         self._saved = time.monotonic()
 
     def resume(self) -> None:
@@ -261,6 +280,24 @@ class Trainer:
             self.folder.check_nothing_lost()
             self.folder.forget_after(0)
             return
+        self._restore(path)
+        position, epochs = self.position, self.config.training.epochs
+        begun = position.epoch + (position.batch > 0)
+        if epochs < begun:
+            raise ConfigError(
+                f"{self.folder.path}: training.epochs must be at least the {begun} that the run has begun, "
+                f"found {epochs}; raise it"
+            )
+        # A patience that has changed decides anew.
+        position.finished = self.stopping.stop and position.batch == 0
+        self.folder.forget_after(self.position.epoch)
+        finished = self.folder.metrics()
+        if finished and finished[-1]["step"] == self.position.step and finished[-1]["best"]:
+            self.folder.checkpoints.mark_best(path.name)  # a kill may have come between save and mark
+        self.folder.log(f"resumed at step {self.position.step}")
+
+    def _restore(self, path: Path) -> None:
+        """Take over everything that `save` wrote."""
         checkpoint = read_checkpoint(path)
         tensors = dict(checkpoint.tensors)
         metadata: Any = checkpoint.metadata
@@ -285,11 +322,6 @@ class Trainer:
                 f"{path}: the checkpoint must hold the state of this run, found "
                 f"{type(error).__name__}: {error}; resume with the version that wrote it"
             ) from None
-        self.folder.forget_after(self.position.epoch)
-        finished = self.folder.metrics()
-        if finished and finished[-1]["step"] == self.position.step and finished[-1]["best"]:
-            self.folder.checkpoints.mark_best(path.name)  # a kill may have come between save and mark
-        self.folder.log(f"resumed at step {self.position.step}")
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -343,15 +375,19 @@ def train_into(
     """
     run = RunFolder(folder)
     with run.locked():
-        if resume:
-            run.check_same(config, dataset.fingerprint)
-        else:
+        changed = run.check_same(config, dataset.fingerprint) if resume else {}
+        if not resume:
             run.check_empty()
         if config.training.threads:
             torch.set_num_threads(config.training.threads)
         trainer = Trainer(dataset, config, run, prepare(dataset, config, cache))
         if resume:
             trainer.resume()
+            for key, (before, now) in changed.items():
+                progress.say(f"{folder}: resumed with {key} = {now!r}, {before!r} before")
+                run.log(f"resumed with {key} = {now!r}, {before!r} before")
+            if changed:
+                run.change(config)
         else:
             run.create(config, data_facts(dataset))
         run.log(f"training on {torch.get_num_threads()} threads with {native.cpu.isa()} kernels")
