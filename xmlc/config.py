@@ -220,6 +220,12 @@ class TrainingConfig(Section):
     """Evaluations without a gain of ``min_delta`` before training stops; 0 never stops early."""
     min_delta: NonNegativeFloat = 5e-5
     """What counts as a gain for early stopping and the best epoch."""
+    on_divergence: Literal["stop", "lower_rate"] = "stop"
+    """When the loss is no number any more or explodes: stop with an error, or go back to the latest
+    checkpoint (one is written before the first step) and halve the learning rates, ten times at most. What
+    comes out then depends on when checkpoints were written."""
+    explosion_factor: NonNegativeFloat = 1e6
+    """A loss above this many times the run's first one has exploded; 0 waits until it is no number."""
     checkpoint_seconds: NonNegativeFloat = 600.0
     """Longest time between two checkpoints; every evaluation writes one as well."""
     keep_last: PositiveInt = 1

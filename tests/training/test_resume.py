@@ -313,6 +313,8 @@ def test_a_changed_setting_is_refused_by_key(
         ("training", "threads", 1),
         ("training", "clip_norm", 0.5),
         ("training", "patience", 1),
+        ("training", "on_divergence", "lower_rate"),
+        ("training", "explosion_factor", 100.0),
         ("training", "checkpoint_seconds", 1.0),
         ("training", "keep_last", 2),
         ("training", "tensorboard", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation import load
 from xmlc.evaluation.run import evaluate_predictor
 from xmlc.training import trainer
+from xmlc.training.divergence import DivergedError
 from xmlc.training.phases import PHASES
 from xmlc.training.run_folder import RunFolder
+from xmlc.training.trainer import StoppedBySignalError
 
 Train = Callable[..., Path]
 
@@ -342,12 +345,122 @@ def test_a_loss_that_explodes_leaves_the_last_checkpoint(
         return loss
 
     monkeypatch.setattr(trainer, "training_step", exploding)
-    with pytest.raises(ConfigError, match="found nan at step 30"):
+    with pytest.raises(DivergedError, match=r"found nan at step 30; .*step-0000000024 was written before"):
         train(dataset, "exploded", training={"epochs": 4}, redistribution=still)
     exploded = tmp_path / "exploded"
     assert runs.metrics(exploded) == runs.metrics(whole)
     assert runs.checkpoint(exploded)[0] == runs.checkpoint(whole)[0]
     assert precision_on_test(exploded, dataset) == precision_on_test(whole, dataset)
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the steps after some step, where the output layer's rate is above ``rate``, have this loss."""
+
+    def arrange(step: int, loss: float, weight: float = 0.0, rate: float = 0.0) -> None:
+        step_of = trainer.training_step
+
+        def spoiling(model: Any, batch: Any, optimizers: Any, found: float, number: int, *others: Any) -> Any:
+            usual = step_of(model, batch, optimizers, found, number, *others)
+            if number < step or found <= rate:
+                return usual
+            model.output.weight[0, 0] += weight
+            return usual if loss == 0.0 else torch.tensor(loss)
+
+        monkeypatch.setattr(trainer, "training_step", spoiling)
+
+    return arrange
+
+
+def test_a_finite_loss_far_above_the_first_has_exploded(train: Train, tmp_path: Path, spoil: Any) -> None:
+    spoil(15, 1e9)
+    with pytest.raises(DivergedError) as caught:
+        train(problems.dataset())
+    message = str(caught.value)
+    for words in (
+        "the loss must stay below training.explosion_factor = 1e+06 times the first one (",
+        "), found 1e+09 at step 15; the likely cause: learning rates that are too high, 0.01 and 0.01 in",
+        f"; {tmp_path / 'run' / 'checkpoints' / 'step-0000000012'} was written before",
+    ):
+        assert words in message
+    assert load(tmp_path / "run").metadata["position"]["step"] == 12
+
+
+def test_what_has_exploded_is_a_setting(train: Train, spoil: Any) -> None:
+    spoil(15, 1e9)
+    train(problems.dataset(), "never", training={"explosion_factor": 0.0, "epochs": 2})
+    spoil(15, 1e3)
+    with pytest.raises(DivergedError, match=r"training\.explosion_factor = 5 times the first .* at step 15"):
+        train(problems.dataset(), training={"explosion_factor": 5.0})
+
+
+@pytest.mark.parametrize("step", [12, 15])
+def test_weights_that_are_no_numbers_are_found_before_a_checkpoint_holds_them(
+    step: int, train: Train, tmp_path: Path, spoil: Any
+) -> None:
+    """The loss of a step is that of the weights before its update, so the next one would tell."""
+    spoil(step, 0.0, weight=math.nan)
+    with pytest.raises(DivergedError, match=rf"found output\.weight from nan to nan at step {step};"):
+        train(problems.dataset(), training={"checkpoint_seconds": 0.0 if step == 15 else 600.0})
+    run = tmp_path / "run"
+    if step == 12:
+        assert not (run / "metrics.jsonl").exists()
+        assert CheckpointFolder(run / "checkpoints").names() == []
+    else:
+        assert CheckpointFolder(run / "checkpoints").latest() == run / "checkpoints" / "step-0000000014"
+
+
+def test_features_that_are_too_large_are_named_as_the_cause(train: Train) -> None:
+    data = problems.split("dense", 100)
+    large = Dataset.from_arrays(data.features * np.float32(1e25), data.labels)
+    message = r"at step 1; the likely cause: features as large as \S+e\+25 in this batch; scale them down; no"
+    with pytest.raises(DivergedError, match=message):
+        train(large)
+
+
+def test_a_run_that_diverges_goes_back_with_lower_rates_where_asked_to(
+    train: Train, tmp_path: Path, spoil: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = problems.dataset()
+    spoil(15, math.nan, weight=math.nan, rate=0.003)
+    run = train(dataset, training={"epochs": 3, "on_divergence": "lower_rate"})
+    lines = [line for line in capsys.readouterr().err.splitlines() if "going back" in line]
+    assert [line.partition("; going back ")[2] for line in lines] == [
+        "to step 12 with 0.5 of the learning rates",
+        "to step 12 with 0.25 of the learning rates",
+    ]
+    assert [entry["learning_rate_factor"] for entry in runs.metrics(run)] == [1.0, 0.25, 0.25]
+    assert all(line in (run / "train.log").read_text() for line in lines)
+    assert math.isfinite(runs.metrics(run)[-1]["loss"])
+
+
+def test_a_lowered_run_goes_on_to_the_same_bits(
+    train: Train, spoil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, settings = problems.dataset(), {"epochs": 3, "on_divergence": "lower_rate"}
+    spoil(15, math.nan, weight=math.nan, rate=0.003)
+    whole = train(dataset, "whole", training=settings)
+    spoiling = trainer.training_step
+    for stop in (1, 12, 20, 30):  # not 13 or 14: it would go back to the checkpoint of that stop
+
+        def stopping(*arguments: Any, stop: int = stop) -> Any:
+            if arguments[4] == stop:
+                monkeypatch.setattr(trainer, "training_step", spoiling)
+                signal.raise_signal(signal.SIGTERM)
+            return spoiling(*arguments)
+
+        monkeypatch.setattr(trainer, "training_step", stopping)
+        with pytest.raises(StoppedBySignalError):
+            train(dataset, f"stopped-{stop}", training=settings)
+        resumed = train(dataset, f"stopped-{stop}", resume=True, training=settings)
+        runs.assert_same_run(resumed, whole)
+
+
+def test_rates_are_lowered_ten_times_at_most(train: Train, tmp_path: Path) -> None:
+    output = {"kind": "sgd", "learning_rate": 1e30}
+    with pytest.raises(DivergedError, match=r"the rates had been lowered to 0\.000977 of the settings'"):
+        train(problems.dataset(), output_optimizer=output, training={"on_divergence": "lower_rate"})
+    assert load(tmp_path / "run").metadata["position"]["step"] == 0
 
 
 # ---- the run folder --------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ CHANGEABLE = frozenset(
         "training.threads",
         "training.clip_norm",
         "training.patience",
+        "training.on_divergence",
+        "training.explosion_factor",
         "training.checkpoint_seconds",
         "training.keep_last",
         "training.tensorboard",

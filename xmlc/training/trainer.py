@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from torch import Tensor
 from xmlc import __version__, native
 from xmlc.checkpoint import read_checkpoint
 from xmlc.config import Config
-from xmlc.data import Dataset
+from xmlc.data import Batch, Dataset
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
 from xmlc.evaluation import evaluate_model
 from xmlc.metrics import Report
@@ -27,6 +26,7 @@ from xmlc.nn import Model
 from xmlc.nn.output_layer import SparseOutput
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
+from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import Prepared, prepare
@@ -34,6 +34,7 @@ from xmlc.training.run_folder import RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
 
+LOWEST_RATE_FACTOR = 2.0**-10
 METRIC_RANKS = 5
 METRICS = ("P", "nDCG", "R", "PSP", "PSnDCG")
 DECILE_VALUES = ("labels", "training_positives", "P@1", "P@5", "PSP@1", "PSP@5", "R@5", "coverage@5")
@@ -56,6 +57,7 @@ class Position:
     batch: int = 0
     step: int = 0
     loss_sum: float = 0.0  # over the epoch's batches so far
+    first_loss: float = 0.0  # of the first step whose loss was not 0
     finished: bool = False
     redistributions: list[dict[str, int]] = field(default_factory=list)  # of the epoch: step, moved
 
@@ -75,6 +77,7 @@ class Trainer:
         self.schedule = Schedule(config.schedule, total_steps, Plateau())
         self.stopping = EarlyStopping(config.training, Plateau())
         self.position = Position()
+        self.rate_factor = 1.0  # below 1 after a loss that diverged
         self.seconds = 0.0  # spent in training steps, over all sessions of the run
         self.stopwatch = Stopwatch()  # since the last line of metrics
         self._saved = time.monotonic()
@@ -86,20 +89,31 @@ class Trainer:
 
         Raises:
             StoppedBySignalError: A signal came; the checkpoint is written.
-            ConfigError: The loss is no number any more.
+            DivergedError: The loss is no number any more, or has exploded.
             CheckpointError: The disk refuses.
         """
-        position, path = self.position, self.folder.path
+        path = self.folder.path
         reason = self._reason_to_end()
         if reason is not None:
             progress.say(f"{path}: nothing left to do, {reason}")
         with self._signals_noted(), closing(self._board) if self._board is not None else nullcontext():
+            if self._goes_back and self.position.step == 0:
+                self.save()
             while self._reason_to_end() is None:
-                self._epoch()
-                self._finish_epoch()
-        if reason is None and position.finished:
+                try:
+                    self._epoch()
+                    self._finish_epoch()
+                except DivergedError as error:
+                    if not self._goes_back:
+                        raise
+                    self._go_back(error)
+        if reason is None and self.position.finished:
             progress.say(f"{path}: {self._reason_to_end()}")
-        self.folder.log(f"finished after {position.step} steps, {self._reason_to_end()}")
+        self.folder.log(f"finished after {self.position.step} steps, {self._reason_to_end()}")
+
+    @property
+    def _goes_back(self) -> bool:
+        return self.config.training.on_divergence == "lower_rate"
 
     def _reason_to_end(self) -> str | None:
         """Say why training is over, or None where it goes on."""
@@ -140,10 +154,10 @@ class Trainer:
                     self.save()
         self.seconds += time.monotonic() - started
 
-    def _step(self, batch: Any) -> float:
+    def _step(self, batch: Batch) -> float:
         config, position = self.config, self.position
         position.step += 1
-        factor = self.schedule.factor(position.step)
+        factor = self.rate_factor * self.schedule.factor(position.step)
         output_rate = config.output_optimizer.learning_rate * factor
         self.optimizers.set_rates(config.dense_optimizer.learning_rate * factor, output_rate)
         loss = float(
@@ -157,13 +171,7 @@ class Trainer:
                 self.stopwatch,
             )
         )
-        if not math.isfinite(loss):
-            raise ConfigError(
-                f"training: the loss must stay finite, found {loss} at step {position.step}; lower "
-                f"output_optimizer.learning_rate ({config.output_optimizer.learning_rate}) or "
-                f"dense_optimizer.learning_rate ({config.dense_optimizer.learning_rate}), "
-                "or set training.clip_norm; checkpoints written before are whole"
-            )
+        self._check_loss(loss, batch, factor)
         output = self.model.output
         if isinstance(output, SparseOutput) and self.policy.due(position.step):
             with self.stopwatch.phase("redistribution"):
@@ -174,15 +182,53 @@ class Trainer:
             self.folder.log(f"step {position.step}: redistributed {moved} connections")
         return loss
 
+    def _check_loss(self, loss: float, batch: Batch, factor: float) -> None:
+        position = self.position
+        try:
+            check_loss(loss, position.first_loss, self.config)
+        except DivergedError as error:
+            raise self._diverged(error, likely_cause(batch, self.config, factor)) from None
+        position.first_loss = position.first_loss or loss
+
+    def _check_weights(self) -> None:
+        try:
+            check_weights(self.model.tensors())
+        except DivergedError as error:
+            factor = self.rate_factor * self.schedule.factor(self.position.step)
+            raise self._diverged(error, high_rates(self.config, factor)) from None
+
+    def _diverged(self, error: DivergedError, cause: str) -> DivergedError:
+        path = self.folder.checkpoints.latest()
+        before = "no checkpoint was written before" if path is None else f"{path} was written before"
+        return DivergedError(
+            f"training: {error} at step {self.position.step}; the likely cause: {cause}; {before}"
+        )
+
+    def _go_back(self, error: DivergedError) -> None:
+        """Return to the latest checkpoint with half the rates; raise the error where that was of no use."""
+        lowered = 0.5 * self.rate_factor  # not of the checkpoint's: this may be the second time from there
+        path = self.folder.checkpoints.latest()
+        if path is None or lowered < LOWEST_RATE_FACTOR:
+            raise DivergedError(
+                f"{error}; the rates had been lowered to {self.rate_factor:.3g} of the settings'"
+            )
+        self.optimizers = Optimizers(self.model)
+        self._restore(path)
+        self.rate_factor = lowered
+        message = f"{error}; going back to step {self.position.step} with {lowered:g} of the learning rates"
+        self.folder.log(message)
+        progress.say(message)
+
     def _finish_epoch(self) -> None:
         """Evaluate, let schedule and stopping react, record, and save."""
+        self._check_weights()
         position, training = self.position, self.config.training
         batches = len(self.prepared.train)
         entry: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "step": position.step,
             "loss": position.loss_sum / batches,
-            "learning_rate_factor": self.schedule.factor(position.step),
+            "learning_rate_factor": self.rate_factor * self.schedule.factor(position.step),
         }
         best = True
         if len(self.prepared.validation.rows):
@@ -242,7 +288,13 @@ class Trainer:
             self._board.flush()
 
     def save(self, best: bool = False) -> None:
-        """Write a checkpoint of everything that the run needs to go on; keep the last ones and the best."""
+        """Write a checkpoint of everything that the run needs to go on; keep the last ones and the best.
+
+        Raises:
+            DivergedError: A weight is not finite; nothing is written.
+            CheckpointError: The disk refuses.
+        """
+        self._check_weights()
         position = self.position
         name = f"step-{position.step:010d}"
         tensors: dict[str, Tensor] = {f"model.{key}": value for key, value in self.model.tensors().items()}
@@ -260,7 +312,11 @@ class Trainer:
             "problem": self.prepared.problem.facts(),
             "data": data_facts(self.dataset),
             "position": vars(position),
-            "schedule": {"plateau": self.schedule.plateau.state(), "factor": self.schedule.plateau_factor},
+            "schedule": {
+                "plateau": self.schedule.plateau.state(),
+                "factor": self.schedule.plateau_factor,
+                "rate_factor": self.rate_factor,
+            },
             "stopping": self.stopping.plateau.state(),
             "seconds": self.seconds,
             "phase_seconds": dict(self.stopwatch.seconds),
@@ -314,6 +370,7 @@ class Trainer:
             self.position = Position(**metadata["position"])
             self.schedule.plateau = Plateau(**metadata["schedule"]["plateau"])
             self.schedule.plateau_factor = metadata["schedule"]["factor"]
+            self.rate_factor = metadata["schedule"].get("rate_factor", 1.0)  # older versions knew none
             self.stopping.plateau = Plateau(**metadata["stopping"])
             self.seconds = metadata["seconds"]
             self.stopwatch.restore(metadata.get("phase_seconds", {}))  # older versions kept none
