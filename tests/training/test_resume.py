@@ -588,6 +588,19 @@ def test_a_killed_process_leaves_a_checkpoint_within_the_epoch_to_go_on_from(tmp
     runs.assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
+def test_runs_killed_at_random_moments_end_with_the_same_bits() -> None:
+    """The script kills a hundred times by default; what it found is in benchmarks/results/kill_test.csv."""
+    script = Path(__file__).parents[2] / "scripts" / "kill_test"
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), "--times", "5", "--seed", str(time.time_ns())],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 kills, " in done.stdout.splitlines()[-1]
+
+
 def test_two_processes_do_not_share_a_run_folder(tmp_path: Path) -> None:
     folder = problems.write_folder(tmp_path / "toy", "dense", train=INSTANCES)
     config = long_config("adam")

@@ -600,6 +600,7 @@ def test_a_checkpoint_names_config_problem_and_data(finished: Path) -> None:
     assert facts["config"]["training"]["epochs"] == 3
     assert facts["problem"]["label_count"] == 24
     assert facts["data"]["name"] == "toy"
+    assert facts["position"].pop("first_loss") > 0.0
     assert facts["position"] == {
         "epoch": 3,
         "batch": 0,
