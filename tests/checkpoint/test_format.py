@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import json
 import os
 import resource
@@ -15,6 +14,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from disk import PowerCut, failing_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
@@ -384,50 +384,6 @@ def test_a_pointer_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 # ---- interrupted and refused writes ----------------------------------------------------------------------
-
-
-class PowerCut(BaseException):
-    """Not an Exception, so that no handler takes it for an ordinary failure."""
-
-
-@contextmanager
-def failing_disk(after: int, failure: BaseException, forever: bool) -> Iterator[list[str]]:
-    """Let ``after`` changes to the disk happen, then fail the next one, or that and every later one."""
-    done: list[str] = []
-
-    def guarded(name: str, change: Any, before_failing: Any = None) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            done.append(name)
-            if len(done) == after + 1 or (forever and len(done) > after):
-                if before_failing is not None and len(done) == after + 1:
-                    before_failing(*arguments)
-                raise failure
-            return change(*arguments, **keywords)
-
-        return call
-
-    class Stream(io.BufferedWriter):
-        def write(self, data: Any) -> int:
-            write = super().write
-
-            def write_half(data: Any) -> None:
-                write(memoryview(data)[: len(data) // 2])
-                self.flush()
-
-            return guarded("write", write, write_half)(data)
-
-    open_file = Path.open
-
-    def opened(path: Path, mode: str = "r", **keywords: Any) -> Any:
-        if mode in ("wb", "xb"):
-            return guarded("open", lambda: Stream(io.FileIO(path, mode)))()
-        return open_file(path, mode, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", opened)
-        for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
-            patch.setattr(os, name, guarded(name, getattr(os, name)))
-        yield done
 
 
 def changes_to_disk(action: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from typing import Any
 import problems
 import pytest
 import runs
+from disk import PowerCut, failing_disk
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from xmlc.config import Config, dump_config, load_config
@@ -633,6 +635,35 @@ def test_a_run_whose_folder_vanishes_stops_and_does_not_make_it_again(
         problems.dataset(), "moved", resume=True, training={"epochs": 2, "checkpoint_seconds": 0.0}
     )
     runs.assert_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_disk_that_refuses_any_change_of_a_run_stops_it_with_an_error_and_costs_nothing(
+    code: int, train: Train, tmp_path: Path
+) -> None:
+    """At every write, flush, rename and removal in turn, for good; then there is space again."""
+    dataset = problems.dataset("dense", train=40)
+    settings: dict[str, dict[str, Any]] = {"training": {"epochs": 2, "batch_size": 12}}
+    whole = train(dataset, "whole", **settings)
+    with failing_disk(10**9, PowerCut(), forever=True) as done:
+        train(dataset, "counted", **settings)
+    assert len(done) > 60
+    refused_at = range(0, len(done), 1 if code == errno.ENOSPC else 7)
+    for point in refused_at:
+        run = tmp_path / "run"
+        with failing_disk(point, OSError(code, os.strerror(code)), forever=True):
+            try:
+                train(dataset, **settings)
+            except CheckpointError as error:
+                assert os.strerror(code) in str(error)
+                assert str(tmp_path) in str(error)
+            else:  # only the last removals of what is not needed any more
+                assert point > len(done) - 10
+        if CheckpointFolder(run / "checkpoints").names():
+            load(run, "latest")
+        if run.exists():
+            runs.assert_same_run(train(dataset, resume=(run / "config.toml").exists(), **settings), whole)
+            shutil.rmtree(run)
 
 
 def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(tmp_path: Path, at_step: Any) -> None:
