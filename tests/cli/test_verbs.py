@@ -232,8 +232,27 @@ def test_predict_keeps_empty_lines_and_answers_nothing_with_nothing(xmlc: Xmlc, 
 
 
 def test_predict_gives_all_labels_where_more_are_asked_for(xmlc: Xmlc, home: Path) -> None:
-    (line,) = ok(xmlc("predict", home / "text run", "-k", 10**12, stdin=b"word1\n")).splitlines()
+    result = xmlc("predict", home / "text run", "-k", 10**12, stdin=b"word1\n")
+    (line,) = ok(result).splitlines()
     assert len(json.loads(line)["labels"]) == problems.LABELS
+    note = f"k = {10**12}, but the run knows {problems.LABELS} labels; all of them are given"
+    assert result.stderr == f"xmlc: note: {note}\n"
+
+
+def test_predict_explains_its_scores(xmlc: Xmlc) -> None:
+    text = " ".join(ok(xmlc("predict", "--help")).split())
+    assert "A score is the label's logit: higher is likelier" in text
+
+
+@pytest.mark.parametrize("kind", ["text", "sparse"])
+def test_predict_gives_what_it_knows_nothing_of_the_labels_of_the_biases(
+    kind: str, xmlc: Xmlc, home: Path
+) -> None:
+    unknown = {"text": b"\n   \nunheard of\n\xe6\x97\xa5\n", "sparse": b"\n  \n0:0\n\n"}[kind]
+    answers = ok(xmlc("predict", home / f"{kind} run", "-k", 3, stdin=unknown)).splitlines()
+    assert len(answers) == 4
+    assert len(set(answers)) == 1
+    assert len(json.loads(answers[0])["labels"]) == 3
 
 
 def test_predict_reads_more_lines_than_it_takes_at_once(xmlc: Xmlc, home: Path) -> None:

@@ -23,6 +23,10 @@ _AT_ONCE = 1024
 def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
     """Predict the K best labels for every line of FILE (default: stdin) with RUN; JSON lines to stdout.
 
+    An answer is {"labels": [{"label": ID, "name": NAME, "score": SCORE}, ...]}, best first. A score is the
+    label's logit: higher is likelier, without a fixed range, to be compared between the labels of one line.
+    Trained with loss.kind=bce, 1 / (1 + exp(-score)) is a probability.
+
     A line is a text, or a JSON object with "title" and "content" or "text". For models of sparse features:
     `feature:value feature:value ...` as in XMC text. For dense features: a JSON list of numbers.
     """
@@ -32,6 +36,8 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
 
     predictor = load(run, checkpoint)
     wanted = min(k, predictor.model.problem.label_count)
+    if wanted < k:
+        click.echo(f"xmlc: note: k = {k}, but the run knows {wanted} labels; all of them are given", err=True)
     name = getattr(file, "name", "stdin")
     for number, lines in _chunks(file):
         answers = predictor.predict(parse_lines(predictor, lines, str(name), number), k)

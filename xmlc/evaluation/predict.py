@@ -32,7 +32,8 @@ class Prediction:
     name: str
     """The label's name, or its id where the data set has no names."""
     score: float
-    """The logit."""
+    """The label's logit: the higher the likelier, of no fixed range, comparable between the labels of an
+    instance. Under ``bce`` its sigmoid is a probability; under the softmax losses only differences count."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Predictor:
     ) -> list[list[Prediction]]:
         """Return the k best labels of every instance, best first.
 
+        An instance without text, or of words that the model has not seen, gets the labels that the biases
+        prefer. A label whose score is NaN or -inf, which overflows in float32 make of huge features, is left
+        out, so there may be fewer than k; one of +inf stays.
+
         Args:
             inputs: Texts for a text model, else sparse or dense features [instance, feature].
             k: Labels for each instance; where it exceeds the number of labels, all of them.
@@ -78,6 +83,8 @@ class Predictor:
 
     def top_labels(self, inputs: Any, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores float32 and labels int64, [instance, k], best first; inputs as for `predict`.
+
+        Where fewer than k labels have a score above -inf, the rest of the row is label -1 with score -inf.
 
         Raises:
             DataError: The inputs do not fit the model, or k is below 1.
