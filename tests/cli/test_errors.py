@@ -122,6 +122,13 @@ def test_a_loss_that_explodes(train: Callable[..., Result]) -> None:
     assert "the loss must stay finite" in line
 
 
+def test_a_model_that_no_memory_holds(train: Callable[..., Result]) -> None:
+    """It once ended in torch's own traceback."""
+    line = refused(train("--set", "model.width=1000000000000"))
+    assert "model: the weights must fit into this machine's memory of" in line
+    assert "lower model.width, model.hidden or model.fan_in" in line
+
+
 def test_two_starts(train: Callable[..., Result]) -> None:
     assert "only one of config, preset and recipe" in refused(train("--preset", "ecml23"))
 

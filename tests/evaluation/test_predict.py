@@ -16,7 +16,7 @@ import xmlc
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from xmlc.data import Dataset, open_dataset
 from xmlc.errors import CheckpointError, DataError
-from xmlc.evaluation import Prediction, Predictor, load
+from xmlc.evaluation import Prediction, Predictor, load, predict
 from xmlc.training.trainer import train_into
 
 
@@ -216,6 +216,7 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def copied(runs_by_kind: dict[str, Path], tmp_path: Path) -> Path:
     shutil.copytree(runs_by_kind["text"], tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "whole")
     return tmp_path / "run"
 
 
@@ -258,6 +259,59 @@ def test_a_checkpoint_of_another_program_is_refused(part: str, copied: Path) -> 
     write_checkpoint(path, tensors, metadata)
     with pytest.raises(CheckpointError, match="must hold a model of this version, found"):
         load(copied)
+
+
+def changed(run: Path, place: tuple[str, ...], value: Any) -> None:
+    """Put a value into the metadata of the best checkpoint, under valid checksums."""
+    old = read_checkpoint(checkpoint_of(run))
+    metadata = json.loads(json.dumps(dict(old.metadata)))
+    target = metadata
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = value
+    write_checkpoint(checkpoint_of(run), old.tensors, metadata)
+
+
+@pytest.mark.parametrize(
+    ("place", "tensor"),
+    [
+        (("config", "model", "width"), "penultimate.weight"),
+        (("config", "model", "hidden"), "encoder.embedding"),
+        (("problem", "label_count"), "output.indices"),
+        (("problem", "feature_count"), "encoder.embedding"),
+    ],
+)
+def test_no_memory_is_taken_for_more_than_the_checkpoint_holds(
+    place: tuple[str, ...], tensor: str, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed(copied, place, 10**9)
+    monkeypatch.setattr(predict, "Model", None)  # it must not come to that
+    with pytest.raises(CheckpointError, match=rf"{tensor} must have the shape"):
+        load(copied)
+
+
+def leaves(value: Any, place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(value, dict):
+        return [place]
+    return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
+
+
+def test_any_value_in_the_metadata_loads_or_is_refused(copied: Path) -> None:
+    metadata = dict(read_checkpoint(checkpoint_of(copied)).metadata)
+    places = [place for place in leaves(metadata) if place[0] in ("config", "problem")]
+    assert len(places) > 60
+    refused = 0
+    for place in places:
+        for value in (None, -1, 2.5, 10**30, "x", [], [[]], {"x": 1}, True):
+            shutil.rmtree(checkpoint_of(copied).parent)
+            shutil.copytree(copied.parent / "whole", copied / "checkpoints")
+            changed(copied, place, value)
+            try:
+                load(copied)
+            except xmlc.errors.XmlcError as error:
+                refused += 1
+                assert len(str(error)) < 2000
+    assert refused > 5 * len(places)
 
 
 def test_settings_of_another_version_are_refused_by_key(copied: Path) -> None:

@@ -192,9 +192,7 @@ def test_data_that_have_gone_are_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="none: must be the folder of a run, found no checkpoints in it"
-    ):
+    with pytest.raises(CheckpointError, match="none: must be the folder of a run, found no such folder"):
         evaluate_run(tmp_path / "none")
 
 

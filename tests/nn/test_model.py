@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from xmlc.data import Batch, BatchStream, CsrRows, Dataset
+from xmlc.errors import ConfigError
 from xmlc.metrics import inverse_propensity
-from xmlc.nn import Model, Problem
+from xmlc.nn import Model, Problem, weight_shapes
 from xmlc.nn.encoder import BagOfWords, DenseFeatures
 from xmlc.nn.output_layer import DenseOutput, SparseOutput
 from xmlc.training.prepare import prepare
@@ -217,3 +218,23 @@ def test_the_facts_of_a_problem_are_its_plain_values() -> None:
     assert Problem(label_instances=COUNTS, **facts).inverse_propensity.tolist() == pytest.approx(  # type: ignore[arg-type]
         inverse_propensity(COUNTS, 20, 0.55, 1.5).tolist()
     )
+
+
+@pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("group_size", [1, 16])
+def test_the_shapes_are_known_before_the_weights(output: str, dense: bool, group_size: int) -> None:
+    settings = {"output": output, "group_size": group_size, "bottleneck": 9}
+    made = model(problem(dense_features=dense), model=settings)
+    expected = {name: tuple(value.shape) for name, value in made.tensors().items() if ".state." not in name}
+    assert weight_shapes(made.config, made.problem) == expected
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_made() -> None:
+    with pytest.raises(ConfigError) as caught:
+        model(problem(), model={"width": 10**12})
+    for words in (
+        "weights must fit into this machine's memory of ",
+        "penultimate.weight [1000000000000, 32]",
+    ):
+        assert words in str(caught.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
+from torch import Tensor
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint
 from xmlc.config import build_config
@@ -19,7 +20,7 @@ from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
-from xmlc.nn import Model, Problem
+from xmlc.nn import Model, Problem, weight_shapes
 
 CHECKPOINTS = "checkpoints"
 
@@ -169,6 +170,17 @@ def load(run: str | Path, which: str = "best") -> Predictor:
     return restore(path)
 
 
+def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    """Check that the checkpoint holds the weights of its own settings, before memory is taken for those."""
+    for name, shape in shapes.items():
+        found = tuple(tensors[f"model.{name}"].shape)
+        if found != shape:
+            raise CheckpointError(
+                f"{path}: {name} must have the shape {list(shape)} of the checkpoint's settings, found "
+                f"{list(found)}; load another checkpoint of the run"
+            )
+
+
 def restore(path: Path) -> Predictor:
     """Build the predictor of one checkpoint folder."""
     checkpoint = read_checkpoint(path)
@@ -177,6 +189,7 @@ def restore(path: Path) -> Predictor:
     try:
         config = build_config(metadata["config"], f"{path}: its config")  # type: ignore[arg-type]
         problem = Problem(label_instances=tensors["label_instances"].numpy(), **metadata["problem"])  # type: ignore[arg-type]
+        _check_shapes(path, weight_shapes(config, problem), tensors)
         model = Model(config, problem)
         for name, tensor in model.tensors().items():
             tensor.copy_(tensors[f"model.{name}"])

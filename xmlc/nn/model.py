@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from xmlc.config import Config
 from xmlc.data.batches import Batch
+from xmlc.errors import ConfigError
 from xmlc.metrics import inverse_propensity
 from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop
 from xmlc.nn.output_layer import DenseOutput, OutputLayer, SparseOutput
@@ -42,10 +45,54 @@ class Problem:
         return {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
 
 
+def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight by its name in `Model.tensors`, without making any."""
+    model = config.model
+    shapes: dict[str, tuple[int, ...]] = {}
+    hidden = problem.feature_count
+    if not problem.dense_features:
+        shapes["encoder.embedding"] = (problem.feature_count, model.hidden)
+        hidden = model.hidden
+    width = _width(config)
+    if width:
+        shapes |= {"penultimate.weight": (width, hidden), "penultimate.bias": (width,)}
+    inputs = width or hidden
+    if model.output == "sparse":
+        inputs = model.fan_in
+        shapes["output.indices"] = (-(-problem.label_count // model.group_size), model.fan_in)
+    return shapes | {"output.weight": (problem.label_count, inputs), "output.bias": (problem.label_count,)}
+
+
+def check_memory(config: Config, problem: Problem) -> None:
+    """Check that this machine has the memory for the weights alone, as they are drawn in float32.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    shapes = weight_shapes(config, problem)
+    needed_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > memory_bytes:
+        largest = max(shapes, key=lambda name: math.prod(shapes[name]))
+        raise ConfigError(
+            f"model: the weights must fit into this machine's memory of {memory_bytes / 2**30:,.1f} GiB, "
+            f"found {needed_bytes / 2**30:,.1f} GiB, the most in {largest} {list(shapes[largest])}; lower "
+            "model.width, model.hidden or model.fan_in, or keep fewer features"
+        )
+
+
+def _width(config: Config) -> int:
+    """Return the units of the penultimate layer, 0 where there is none."""
+    return {"sparse": config.model.width, "bottleneck": config.model.bottleneck, "dense": 0}[
+        config.model.output
+    ]
+
+
 class Model:
     """Encoder -> penultimate layer -> output layer; without a penultimate layer for ``output = "dense"``."""
 
     def __init__(self, config: Config, problem: Problem) -> None:
+        check_memory(config, problem)
         self.config = config
         self.problem = problem
         model = config.model
@@ -56,7 +103,7 @@ class Model:
             else BagOfWords(problem.feature_count, model.hidden, config.data.unit_length, generator)
         )
         hidden = self.encoder.hidden
-        width = {"sparse": model.width, "bottleneck": model.bottleneck, "dense": 0}[model.output]
+        width = _width(config)
         self.penultimate = (
             PenultimateLayer(hidden, width, model.penultimate_init, generator) if width else None
         )
