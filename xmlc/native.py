@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -56,11 +58,26 @@ def run(op: Callable[..., int], threads: int, **arguments: Any) -> None:
 def threads_for(multiply_adds: int) -> int:
     """Return torch's number of threads, or 1 where starting threads would cost more than they save.
 
-    Results never depend on it.
+    Results never depend on it. Within `kernel_threads` its number stands in for torch's.
     """
     import torch
 
-    return torch.get_num_threads() if multiply_adds >= 1 << 20 else 1
+    if multiply_adds < 1 << 20:
+        return 1
+    return _kernel_threads.get() or torch.get_num_threads()
+
+
+@contextmanager
+def kernel_threads(count: int) -> Iterator[None]:
+    """Give the native ops a number of threads of their own."""
+    token = _kernel_threads.set(count)
+    try:
+        yield
+    finally:
+        _kernel_threads.reset(token)
+
+
+_kernel_threads: ContextVar[int] = ContextVar("kernel_threads", default=0)  # 0: torch's
 
 
 def describe() -> dict[str, Any]:

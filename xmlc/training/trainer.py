@@ -435,8 +435,8 @@ def train_into(
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
         if not resume:
             run.check_empty()
-        if config.training.threads:
-            torch.set_num_threads(config.training.threads)
+        threads = config.training.threads or torch.get_num_threads()
+        torch.set_num_threads(1 if config.training.deterministic else threads)
         trainer = Trainer(dataset, config, run, prepare(dataset, config, cache))
         if resume:
             trainer.resume()
@@ -447,8 +447,9 @@ def train_into(
                 run.change(config)
         else:
             run.create(config, data_facts(dataset))
-        run.log(f"training on {torch.get_num_threads()} threads with {native.cpu.isa()} kernels")
-        trainer.run()
+        run.log(f"training on {threads} threads with {native.cpu.isa()} kernels")
+        with native.kernel_threads(threads):
+            trainer.run()
         return trainer
 
 
