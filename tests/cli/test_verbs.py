@@ -135,8 +135,7 @@ def test_an_early_stop_says_so_and_a_longer_patience_goes_on(xmlc: Xmlc, home: P
     again = xmlc("train", home / "text data", "--out", run, "--resume")
     ok(again)
     assert again.stderr == f"{run}: nothing left to do, {why}\n"
-    longer = ["--resume", "--config", run / "config.toml", "--set", "training.patience=2"]
-    more = xmlc("train", home / "text data", "--out", run, *longer)
+    more = xmlc("train", home / "text data", "--out", run, "--resume", "--set", "training.patience=2")
     ok(more)
     lines = more.stderr.splitlines()
     assert lines[0] == f"{run}: resumed with training.patience = 2, 1 before"
