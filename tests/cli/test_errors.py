@@ -256,6 +256,31 @@ def test_data_that_have_to_be_fetched_say_from_where(xmlc: Xmlc, monkeypatch: py
     assert "its files are not part of xmlc and must lie in $XMLC_DATA/bibtex" in line
 
 
+def test_a_check_lists_problems_on_stdout_and_ends_with_2(xmlc: Xmlc, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text("2 3 4\n4 1:1\n0 1:x\n")
+    result = xmlc("data", "check", tmp_path / "data")
+    assert result.exit_code == 2
+    first, second, last = result.stdout.splitlines()
+    assert "train.txt:2: a label must be at most 3, found '4'" in first
+    assert "train.txt:3: a value must be a number" in second
+    assert last.endswith("data: 2 problems")
+    assert result.stderr == ""
+    result = xmlc("data", "check", tmp_path / "data", "--json", "--limit", 1)
+    assert result.exit_code == 2
+    facts = json.loads(result.stdout)
+    assert len(facts["problems"]) == 1
+    assert facts["complete"] is False
+
+
+def test_data_to_check_that_are_none(xmlc: Xmlc, tmp_path: Path) -> None:
+    assert "did you mean wordnet-mini?" in refused(xmlc("data", "check", "wordnet_mini"))
+    (tmp_path / "train.txt").write_text("")
+    line = refused(xmlc("data", "check", tmp_path / "train.txt"))
+    assert "must be a folder with a data set, found a file; name the folder that holds it" in line
+    assert "is not 0, 1 or kinds such as" in usage(xmlc("data", "check", tmp_path, "--index-base", "2"))
+
+
 def test_a_warning_is_a_line_on_stderr(xmlc: Xmlc, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.txt").write_text("1 3 4\n0,0 1:1\n")

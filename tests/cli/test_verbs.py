@@ -284,6 +284,19 @@ def test_data_list_says_which_files_are_here(xmlc: Xmlc, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("kind", problems.KINDS)
+def test_data_check_ends_with_0_where_nothing_is_wrong(kind: str, xmlc: Xmlc, home: Path) -> None:
+    data = home / f"{kind} data"
+    assert ok(xmlc("data", "check", data)).splitlines()[-1] == f"{data}: no problems"
+    assert json.loads(ok(xmlc("data", "check", data, "--json")))["problems"] == []
+
+
+def test_no_summary_of_a_verb_is_cut(xmlc: Xmlc) -> None:
+    for arguments in (["--help"], ["data", "--help"]):
+        commands = ok(xmlc(*arguments)).partition("Commands:")[2]
+        assert "..." not in commands
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
 def test_data_info_describes_a_folder(kind: str, xmlc: Xmlc, home: Path) -> None:
     facts = json.loads(ok(xmlc("data", "info", home / f"{kind} data", "--json")))
     table = ok(xmlc("data", "info", home / f"{kind} data"))

@@ -64,6 +64,13 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         find_card("Amazon-6")
 
 
+def test_a_name_close_to_a_known_one_is_asked_about() -> None:
+    with pytest.raises(DataError, match=r"found neither; did you mean Amazon-670K\? known are "):
+        find_card("amazon670k")
+    with pytest.raises(DataError, match=r"found neither; known are "):
+        find_card("zzzzzzzz")
+
+
 def test_the_shipped_set_opens_by_name_and_matches_its_card(cache: Path) -> None:
     dataset = open_dataset("wordnet-mini")
     known = find_card("wordnet-mini")
@@ -100,12 +107,14 @@ def test_missing_cards_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_files_that_are_not_shipped_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XMLC_DATA", raising=False)
     with pytest.raises(
-        DataError, match=r"bibtex: .* lie in \$XMLC_DATA/bibtex, found XMLC_DATA not set; Get bibtex"
+        DataError,
+        match=r"bibtex: .* lie in \$XMLC_DATA/bibtex, found XMLC_DATA not set; "
+        r"put train.txt.gz, .* into a folder bibtex and set XMLC_DATA to .* To get them: Get bibtex",
     ):
         open_dataset("bibtex")
     monkeypatch.setenv("XMLC_DATA", str(tmp_path))
     with pytest.raises(
-        DataError, match=rf"found no folder {tmp_path}/bibtex; .* Put train\.txt\.gz, test\.txt\.gz"
+        DataError, match=rf"found no folder {tmp_path}/bibtex; put train\.txt\.gz, test\.txt\.gz"
     ):
         open_dataset("bibtex")
 

@@ -11,7 +11,7 @@ import pytest
 
 from xmlc.data import open_dataset
 from xmlc.data.describe import describe
-from xmlc.data.reader.files import Repairs
+from xmlc.data.reader.files import Reading
 from xmlc.data.reader.matrix import read_labels
 from xmlc.data.reader.sparse_text import read_pairs
 from xmlc.data.reader.spool import Scratch
@@ -71,12 +71,12 @@ def test_an_instance_of_wordnet_is_filtered_as_its_own_label(shared: Shared, cac
 
 def test_official_matrices_and_filters_are_read_at_their_size(shared: Shared, scratch: Scratch) -> None:
     folder = shared("lf-amazontitles-131k-partial")
-    labels = read_labels(folder / "tst_X_Y.txt.gz", scratch, Repairs())
+    labels = read_labels(folder / "tst_X_Y.txt.gz", scratch, Reading())
     assert (labels.rows, labels.columns) == (134_835, 131_073)
     assert len(labels.indices) / labels.rows == pytest.approx(2.11, abs=0.005)
     assert labels.take(np.array([0])).indices.tolist() == [42537, 43834]
     for name, instances in (("tst_filter_labels.txt.gz", 134_835), ("trn_filter_labels.txt.gz", 294_805)):
-        pairs = read_pairs(folder / name, instances, 131_073, Repairs())
+        pairs = read_pairs(folder / name, instances, 131_073, Reading())
         assert pairs.rows == instances
         assert len(pairs.indices) > 30_000
 

@@ -1,18 +1,53 @@
-"""``xmlc data``: what is known of data sets."""
+"""``xmlc data``: what is known of data sets, what is wrong with them, and what can be made of them."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from xmlc.data import IndexBase
+
+
+class _IndexBase(click.ParamType):
+    """``1`` for all kinds of indices, or ``features=1,labels=0`` for each."""
+
+    name = "index base"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> IndexBase:
+        """Parse the option."""
+        from xmlc.data import IndexBase
+
+        if not isinstance(value, str):
+            return value
+        if value in ("0", "1"):
+            return IndexBase(*[int(value)] * 3)
+        parts = [re.fullmatch(r"(labels|features|instances)=([01])", part) for part in value.split(",")]
+        named = {part[1]: int(part[2]) for part in parts if part is not None}
+        if len(named) < len(parts):
+            self.fail(f"{value!r} is not 0, 1 or kinds such as 'features=1,labels=0'", param, ctx)
+        return IndexBase(**named)
+
+
+_index_base = click.option(
+    "--index-base",
+    "base",
+    type=_IndexBase(),
+    default="0",
+    metavar="0|1|KIND=0|1,...",
+    help="First index of text files; KIND is labels, features or instances (of filter files).  [default: 0]",
+)
 
 
 @click.group(name="data")
 def command() -> None:
-    """List known data sets and describe one."""
+    """List, describe and check data sets."""
 
 
-@command.command(name="list")
+@command.command(name="list", short_help="List the data sets known by name.")
 def list_sets() -> None:
     """List the data sets known by name, and whether their files are here."""
     from xmlc.data.card import data_folder, list_cards
@@ -26,7 +61,7 @@ def list_sets() -> None:
         click.echo(f"{card.name:26} {'here' if here else '-':5} {card.kind:7} {card.title}")
 
 
-@command.command(name="info")
+@command.command(name="info", short_help="Describe a data set in figures.")
 @click.argument("data")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def info(data: str, as_json: bool) -> None:
@@ -39,6 +74,29 @@ def info(data: str, as_json: bool) -> None:
         click.echo(json.dumps(described, indent=2))
         return
     _print(described, "")
+
+
+@command.command(name="check", short_help="List everything that is wrong with a data set.")
+@click.argument("data")
+@click.option(
+    "--limit", default=100, show_default=True, type=click.IntRange(1), help="Stop at so many problems."
+)
+@_index_base
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+@click.pass_context
+def check(ctx: click.Context, data: str, limit: int, base: IndexBase, as_json: bool) -> None:
+    """Read all files of DATA, a folder or the name of a known data set, and list what is wrong with them.
+
+    Ends with exit code 0 where nothing is, else 2.
+    """
+    from xmlc.data.check import check_data
+
+    checked = check_data(data, limit, base)
+    if as_json:
+        click.echo(json.dumps(checked.to_json(), indent=2))
+    else:
+        click.echo("\n".join(checked.to_lines()))
+    ctx.exit(2 if checked.problems else 0)
 
 
 def _print(values: dict[str, object], indent: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 
-@click.command(name="eval")
+@click.command(name="eval", short_help="Measure a run on a test set.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("data", required=False)
 @click.option("-k", "k", default=5, show_default=True, type=click.IntRange(1, 1000), help="Largest rank.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 
-@click.command(name="info")
+@click.command(name="info", short_help="Say what this build and machine can do.")
 def command() -> None:
     """Say what was built, what was found on this machine, and what is in use."""
     import platform

@@ -13,7 +13,7 @@ import click
 _AT_ONCE = 1024
 
 
-@click.command(name="predict")
+@click.command(name="predict", short_help="Print the best labels for lines of text or features.")
 @click.argument("run", type=click.Path())
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option(

@@ -9,7 +9,7 @@ import click
 from xmlc.config import PRESETS
 
 
-@click.command(name="train")
+@click.command(name="train", short_help="Train on a data set; write a run folder.")
 @click.argument("data")
 @click.option("--out", "run", required=True, type=click.Path(path_type=Path), help="Run folder to create.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")

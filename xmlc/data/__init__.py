@@ -3,7 +3,7 @@
 from xmlc.data.batches import Batch, BatchStream, holdout
 from xmlc.data.card import Card, find_card, list_cards
 from xmlc.data.dataset import Dataset, Split
-from xmlc.data.reader import DataWarning
+from xmlc.data.reader import DataWarning, IndexBase
 from xmlc.data.rows import CsrRows, TextColumn, unit_length
 from xmlc.data.store import cache_folder, open_dataset
 
@@ -14,6 +14,7 @@ __all__ = [
     "CsrRows",
     "DataWarning",
     "Dataset",
+    "IndexBase",
     "Split",
     "TextColumn",
     "cache_folder",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -84,11 +86,32 @@ def find_card(name: str) -> Card:
     """
     known = sorted(path.parent.name for path in cards_folder().glob(f"*/{CARD_NAME}"))
     if name not in known:
+        close = difflib.get_close_matches(name.lower(), {each.lower(): each for each in known}, n=1)
+        meant = [f"did you mean {each}? " for each in known if each.lower() in close]
         raise DataError(
-            f"{name}: must be a folder or the name of a known data set, found neither; known are "
-            f"{', '.join(known)}"
+            f"{name}: must be a folder or the name of a known data set, found neither; {''.join(meant)}"
+            f"known are {', '.join(known)}"
         )
     return read_card(cards_folder() / name / CARD_NAME)
+
+
+def locate(source: str | Path) -> Path:
+    """Return the resolved folder of a data set, given it or the name of a known one.
+
+    Raises:
+        DataError: There is no such folder or name, or the files of the known data set are not here.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists() or folder.is_symlink():
+        found = "a file" if folder.is_file() else "something else"
+        raise DataError(
+            f"{source}: must be a folder with a data set, found {found}; name the folder that holds it"
+        )
+    if isinstance(source, Path) or "/" in source:
+        raise DataError(f"{source}: must be a folder with a data set, found none; correct the path")
+    return data_folder(find_card(source)).resolve()
 
 
 def read_card(path: Path) -> Card:
@@ -126,9 +149,10 @@ def data_folder(card: Card) -> Path:
     if home and (Path(home) / card.name).is_dir():
         return Path(home) / card.name
     found = f"no folder {Path(home) / card.name}" if home else "XMLC_DATA not set"
+    advice = f"put {', '.join(card.files)} into a folder {card.name} and set XMLC_DATA to the folder above it"
     raise DataError(
         f"{card.name}: its files are not part of xmlc and must lie in $XMLC_DATA/{card.name}, found {found}; "
-        f"{card.obtain.rstrip('.')}. Put {', '.join(card.files)} there"
+        f"{advice}, or pass the folder's path. To get them: {card.obtain}"
     )
 
 
@@ -151,6 +175,12 @@ def check_files(card: Card, folder: Path) -> None:
     Raises:
         DataError: A file is missing or differs.
     """
+    for problem in wrong_files(card, folder):
+        raise DataError(problem)
+
+
+def wrong_files(card: Card, folder: Path) -> Iterator[str]:
+    """Yield everything that `check_files` refuses."""
     for name, expected in card.files.items():
         if not expected:
             continue
@@ -158,11 +188,10 @@ def check_files(card: Card, folder: Path) -> None:
             with (folder / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            raise DataError(
-                f"{folder / name}: must be readable, found: {error.strerror}; get it again: {card.obtain}"
-            ) from None
+            yield f"{folder / name}: must be readable, found: {error.strerror}; get it again: {card.obtain}"
+            continue
         if found != expected:
-            raise DataError(
+            yield (
                 f"{folder / name}: must have the SHA-256 of {CARD_NAME}, {expected}, found {found}; get "
                 "the file again or correct the card"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -138,16 +138,21 @@ def label_rows(matrix: CsrRows, where: str) -> CsrRows:
     if matrix.values is None:
         return matrix
     if (matrix.values < 0).any():
-        entry = int(np.argmax(matrix.values < 0))
-        raise DataError(
-            f"{where}: the relevance of a label must be 0 or more, found {matrix.values[entry]} for label "
-            f"{matrix.indices[entry]} in row {row_of(matrix.offsets, entry)}; remove the label or correct it"
-        )
+        raise negative_label(matrix, int(np.argmax(matrix.values < 0)), where)
     kept = matrix.values > 0
     if kept.all():
         return replace(matrix, values=None)
     offsets = np.concatenate(([0], np.cumsum(kept)))[matrix.offsets]
     return CsrRows(offsets, matrix.indices[kept], None, matrix.columns)
+
+
+def negative_label(matrix: CsrRows, entry: int, where: str) -> DataError:
+    """Return the error that a stored value of a label matrix is negative."""
+    assert matrix.values is not None
+    return DataError(
+        f"{where}: the relevance of a label must be 0 or more, found {matrix.values[entry]} for label "
+        f"{matrix.indices[entry]} in row {row_of(matrix.offsets, entry)}; remove the label or correct it"
+    )
 
 
 def check_dense(features: NDArray[Any], where: str) -> None:
@@ -179,9 +184,15 @@ def check_agreement(dataset: Dataset) -> None:
     Raises:
         DataError: There is not, or two parts disagree; both figures are named.
     """
+    for problem in disagreements(dataset):
+        raise DataError(problem)
+
+
+def disagreements(dataset: Dataset) -> Iterator[str]:
+    """Yield everything that `check_agreement` refuses."""
     where = str(dataset.source or dataset.name)
     if not dataset.train.instances or not dataset.label_count:
-        raise DataError(
+        yield (
             f"{where}: training must hold at least one instance and one label, found "
             f"{dataset.train.instances} instances and {dataset.label_count} labels; add data"
         )
@@ -190,21 +201,19 @@ def check_agreement(dataset: Dataset) -> None:
             column = getattr(split, part)
             rows = split.instances if column is None else row_count(column)
             if rows != split.instances:
-                raise DataError(
+                yield (
                     f"{where}: the {split_name} {part} must have a row for each of the {split.instances} "
                     f"rows of labels, found {rows}; use parts that belong together"
                 )
-        if split.labels.columns != dataset.label_count:
-            raise DataError(
-                f"{where}: training and test must have the same labels, found {dataset.label_count} in "
-                f"training and {split.labels.columns} in {split_name}; use parts that belong together"
-            )
-        found = feature_columns(split.features)
-        if found != dataset.feature_count:
-            raise DataError(
-                f"{where}: training and test must have the same features, found {dataset.feature_count} in "
-                f"training and {found} in {split_name}; use parts that belong together"
-            )
+        for noun, expected, found in (
+            ("labels", dataset.label_count, split.labels.columns),
+            ("features", dataset.feature_count, feature_columns(split.features)),
+        ):
+            if found != expected:
+                yield (
+                    f"{where}: training and test must have the same {noun}, found {expected} in training "
+                    f"and {found} in {split_name}; use parts that belong together"
+                )
     for part, count in (
         ("label_names", dataset.label_count),
         ("label_texts", dataset.label_count),
@@ -213,7 +222,7 @@ def check_agreement(dataset: Dataset) -> None:
     ):
         column = getattr(dataset, part)
         if column is not None and row_count(column) != count:
-            raise DataError(
+            yield (
                 f"{where}: {part} must have {count} rows, one for each {part.split('_')[0]}, found "
                 f"{row_count(column)}; use parts that belong together"
             )

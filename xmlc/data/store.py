@@ -8,9 +8,10 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,7 @@ def open_dataset(source: str | Path, *, cache: Path | None = None) -> Dataset:
     Warns:
         DataWarning: Repeated entries were merged (when the files are read), or counts differ from the card's.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        if isinstance(source, Path) or "/" in source:
-            raise DataError(f"{source}: must be a folder with a data set, found none; correct the path")
-        folder = cards.data_folder(cards.find_card(source))
-    folder = folder.resolve()
+    folder = cards.locate(source)
     card = cards.card_of(folder)
     key = {"sources": _stamps(source_files(folder))}
     repaired: list[str] = []
@@ -99,6 +95,23 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "xmlc"
 
 
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder beside the stores, where there is room for a data set; it goes with the context.
+
+    Raises:
+        DataError: The cache is not writable.
+    """
+    cache = cache_folder()
+    with ExitStack() as stack:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=cache, prefix="scratch-"))
+        except OSError as error:
+            raise _unwritable(cache, error) from None
+        yield Path(folder)
+
+
 def open_or_build(cache: Path, name: str, key: Mapping[str, Any], build: Callable[[Path], Stored]) -> Stored:
     """Open the store ``cache/name`` if it is whole and has this key, else build it anew.
 
@@ -126,13 +139,17 @@ def open_or_build(cache: Path, name: str, key: Mapping[str, Any], build: Callabl
                 _write(folder, wanted, build)
                 stored = _load(folder, wanted)
     except OSError as error:
-        raise DataError(
-            f"{cache}: the cache must be writable and have room, found: {error.strerror} "
-            f"({error.filename}); set XMLC_CACHE to a folder that is"
-        ) from None
+        raise _unwritable(cache, error) from None
     if stored is None:
         raise DataError(f"{folder}: the store must be readable once written, found a fault; check the disk")
     return stored
+
+
+def _unwritable(cache: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{cache}: the cache must be writable and have room, found: {error.strerror} "
+        f"({error.filename}); set XMLC_CACHE to a folder that is"
+    )
 
 
 def _store_name(folder: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xmlc.data.reader import files
-from xmlc.data.reader.files import find, line_blocks, lines, require
+from xmlc.data.reader.files import decode, find, line_blocks, lines, require
 from xmlc.errors import DataError
 
 Write = Callable[..., Path]
@@ -53,7 +53,7 @@ def test_blocks_hold_whole_lines_and_know_their_number(
 
 def test_lines_lose_their_ends(write: Write) -> None:
     folder = write({"a.txt": "ä\r\n\nb"})
-    assert list(lines(folder / "a.txt")) == [(1, "ä"), (2, ""), (3, "b")]
+    assert list(lines(folder / "a.txt")) == [(1, "ä".encode()), (2, b""), (3, b"b")]
 
 
 def test_a_truncated_gzip_file_is_refused_at_the_line_that_was_reached(write: Write) -> None:
@@ -104,7 +104,8 @@ def test_binary_content_is_refused_at_its_line(write: Write) -> None:
 def test_another_encoding_is_refused_at_its_line(write: Write) -> None:
     folder = write({"a.txt": "ab\ncafé\n".encode("latin-1")})
     with pytest.raises(DataError, match=r"a\.txt:2: must be text in UTF-8, found byte 0xe9 at column 4"):
-        list(lines(folder / "a.txt"))
+        for number, raw in lines(folder / "a.txt"):
+            decode(f"a.txt:{number}", raw)
 
 
 def test_an_endless_line_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse
 
 from xmlc.data.reader import read_folder
-from xmlc.data.reader.files import Repairs
+from xmlc.data.reader.files import Reading
 from xmlc.data.reader.matrix import read_labels
 from xmlc.data.reader.spool import Scratch
 from xmlc.data.rows import CsrRows
@@ -119,13 +119,13 @@ def test_a_negative_label_is_refused_by_its_line(write: Write, scratch: Scratch)
     with pytest.raises(
         DataError, match=r"trn_X_Y\.txt:4: the relevance of a label must be 0 or more, found -1"
     ):
-        read_labels(folder / "trn_X_Y.txt", scratch, Repairs())
+        read_labels(folder / "trn_X_Y.txt", scratch, Reading())
 
 
 def test_a_label_without_a_value_is_refused_by_its_line(write: Write, scratch: Scratch) -> None:
     folder = write({"trn_X_Y.txt": "3 2\n1:1\n1\n0:1\n"})
-    with pytest.raises(DataError, match=r"trn_X_Y\.txt:3: a feature must be index:value, found '1'"):
-        read_labels(folder / "trn_X_Y.txt", scratch, Repairs())
+    with pytest.raises(DataError, match=r"trn_X_Y\.txt:3: a label must be index:value, found '1'"):
+        read_labels(folder / "trn_X_Y.txt", scratch, Reading())
 
 
 def test_repeats_count_as_labels_in_a_label_matrix(write: Write, tmp_path: Path) -> None:

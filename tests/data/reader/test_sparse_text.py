@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from xmlc.data.dataset import Dataset, Split
 from xmlc.data.reader import read_folder
-from xmlc.data.reader.files import Repairs
+from xmlc.data.reader.files import Reading
 from xmlc.data.reader.sparse_text import Layout, _parse_block, _parse_lines, read_pairs
 from xmlc.data.reader.spool import Scratch
 from xmlc.data.reader.xmc import read_xmc_split
@@ -29,7 +29,7 @@ def dense(rows: object) -> np.ndarray:
 
 
 def read(write: Write, scratch: Scratch, text: str | bytes, name: str = "train.txt") -> Split:
-    return read_xmc_split(write({name: text}) / name, scratch, Repairs())
+    return read_xmc_split(write({name: text}) / name, scratch, Reading())
 
 
 def test_labels_and_features_are_read(write: Write, scratch: Scratch) -> None:
@@ -69,12 +69,12 @@ def test_harmless_variety_is_accepted(write: Write, scratch: Scratch, text: str)
 
 
 def test_repeats_are_summed_and_merged_and_counted(write: Write, scratch: Scratch) -> None:
-    repairs = Repairs()
+    reading = Reading()
     folder = write({"train.txt": "2 4 3\n1,0,1 3:1 0:1 3:2.5\n2,2,2 1:1\n"})
-    split = read_xmc_split(folder / "train.txt", scratch, repairs)
+    split = read_xmc_split(folder / "train.txt", scratch, reading)
     np.testing.assert_array_equal(dense(split.labels), [[1, 1, 0], [0, 0, 1]])
     np.testing.assert_array_equal(dense(split.features), [[1, 0, 0, 3.5], [0, 1, 0, 0]])
-    assert repairs.messages() == ("1 repeated features summed, 3 repeated labels merged",)
+    assert reading.messages() == ("1 repeated features summed, 3 repeated labels merged",)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_both_parsers_agree_on_any_lines(lines: list[bytes], labelled: bool) -> 
     fast = _parse_block(body, layout)
     if fast is None:
         return
-    slow = _parse_lines(body, 2, layout)
+    slow = _parse_lines(body, 2, layout, Reading())
     for ours, theirs in zip(fast, slow, strict=True):
         if ours is None or theirs is None:
             assert ours is theirs is None
@@ -258,16 +258,16 @@ def test_the_fast_parser_takes_all_plain_lines(problem: tuple[np.ndarray, np.nda
 
 
 def test_filter_pairs_are_sorted_and_merged(write: Write) -> None:
-    repairs = Repairs()
+    reading = Reading()
     folder = write({"f.txt": "2 1\n0 3\r\n\n2\t0 \n2 1"})
-    rows = read_pairs(folder / "f.txt", 4, 5, repairs)
+    rows = read_pairs(folder / "f.txt", 4, 5, reading)
     assert rows.offsets.tolist() == [0, 1, 1, 3, 3]
     assert rows.indices.tolist() == [3, 0, 1]
-    assert repairs.messages() == ("1 repeated filter pairs merged",)
+    assert reading.messages() == ("1 repeated filter pairs merged",)
 
 
 def test_an_empty_filter_file_holds_no_pair(write: Write) -> None:
-    rows = read_pairs(write({"f.txt": ""}) / "f.txt", 4, 5, Repairs())
+    rows = read_pairs(write({"f.txt": ""}) / "f.txt", 4, 5, Reading())
     assert rows.rows == 4
     assert not len(rows.indices)
 
@@ -285,7 +285,7 @@ def test_an_empty_filter_file_holds_no_pair(write: Write) -> None:
 )
 def test_a_wrong_filter_pair_is_refused_by_its_line(write: Write, text: str, line: int, found: str) -> None:
     with pytest.raises(DataError, match=rf"f\.txt:{line}: {found}"):
-        read_pairs(write({"f.txt": text}) / "f.txt", 4, 5, Repairs())
+        read_pairs(write({"f.txt": text}) / "f.txt", 4, 5, Reading())
 
 
 def test_scipy_and_the_reader_mean_the_same_matrix(write: Write, tmp_path: Path) -> None:

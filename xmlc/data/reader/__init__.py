@@ -5,55 +5,82 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from xmlc.data.dataset import Dataset, check_agreement
+from xmlc.data.dataset import Dataset, disagreements
 from xmlc.data.reader import filters, lf, matrix, xmc
-from xmlc.data.reader.files import DataWarning, Repairs, find
+from xmlc.data.reader.files import DataWarning, IndexBase, Reading, find
 from xmlc.data.reader.spool import Scratch
 from xmlc.errors import DataError
 
-__all__ = ["DataWarning", "read_folder", "source_files"]
+__all__ = ["DataWarning", "IndexBase", "Layout", "Reading", "layout_of", "read_folder", "source_files"]
 
-_Reader = Callable[[Path, Scratch, Repairs], Dataset]
+Layout = Literal["lf", "matrix", "xmc"]
+_Reader = Callable[[Path, Scratch, Reading], Dataset]
 
 # In order of preference: raw text, where it is, says more than a bag of words made from it.
-_LAYOUTS: tuple[tuple[tuple[str, ...], _Reader], ...] = (
-    (("trn.json", "lbl.json"), lf.read_lf),
-    (matrix.STARTS, matrix.read_matrices),
-    (("train.txt", "test.txt"), xmc.read_xmc),
-)
+_STARTS: dict[Layout, tuple[str, ...]] = {
+    "lf": ("trn.json", "lbl.json"),
+    "matrix": matrix.STARTS,
+    "xmc": ("train.txt", "test.txt"),
+}
+_READERS: dict[Layout, _Reader] = {"lf": lf.read_lf, "matrix": matrix.read_matrices, "xmc": xmc.read_xmc}
 _FILES = (*lf.FILES, *matrix.FILES, *xmc.FILES, *filters.FILES)
 
 
-def source_files(folder: Path) -> list[Path]:
-    """Return every file of the folder that a reader would look at, sorted."""
-    return sorted(path for name in _FILES if (path := find(folder, name)) is not None)
+def source_files(folder: Path, reading: Reading | None = None) -> list[Path]:
+    """Return every file of the folder that a reader would look at, sorted.
+
+    Raises:
+        DataError: One is no regular file, or is there both plain and packed, and ``reading`` minds.
+    """
+    paths = []
+    for name in _FILES:
+        try:
+            paths.append(find(folder, name))
+        except DataError as error:
+            (reading or Reading()).refuse(error)
+    return sorted(path for path in paths if path is not None)
 
 
-def read_folder(folder: Path, scratch_folder: Path) -> Dataset:
+def read_folder(folder: Path, scratch_folder: Path, reading: Reading | None = None) -> Dataset:
     """Read all files of a data set.
 
     Args:
         folder: Holds the files of one layout, see ``docs/data-format.md``.
         scratch_folder: Writable folder on a disk with room for the data; nothing stays in it.
+        reading: How to read, and who counts repairs; None takes a plain `Reading`.
 
     Raises:
         DataError: The folder holds no layout, or a file of it is malformed; the message names file and line.
     """
-    if not folder.is_dir():
-        raise DataError(f"{folder}: must be a folder with a data set, found none; correct the path")
-    repairs = Repairs()
-    for starts, read in _LAYOUTS:
-        if any(find(folder, name) is not None for name in starts):
-            with Scratch(scratch_folder) as scratch:
-                dataset = filters.with_filters(read(folder, scratch, repairs), folder, repairs)
-            break
-    else:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder"
-        raise DataError(
-            f"{folder}: must hold train.txt (XMC text), trn.json (LF text) or trn_X_Y.txt/.npz (matrices), "
-            f"plain or .gz, found {found}; see docs/data-format.md"
-        )
-    dataset = replace(dataset, source=folder, warnings=repairs.messages())
-    check_agreement(dataset)
+    reading = reading or Reading()
+    layout = layout_of(folder)
+    with Scratch(scratch_folder) as scratch:
+        dataset = filters.with_filters(_READERS[layout](folder, scratch, reading), folder, reading)
+    dataset = replace(dataset, source=folder, warnings=reading.messages())
+    for problem in disagreements(dataset):
+        reading.refuse(DataError(problem))
     return dataset
+
+
+def layout_of(folder: Path) -> Layout:
+    """Return the layout that a folder is read as.
+
+    Raises:
+        DataError: It is no folder, or holds no layout.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        found = "a file" if folder.is_file() else "none" if not folder.exists() else error.strerror
+        raise DataError(
+            f"{folder}: must be a folder with a data set, found {found}; correct the path"
+        ) from None
+    for layout, starts in _STARTS.items():
+        if any(find(folder, name) is not None for name in starts):
+            return layout
+    raise DataError(
+        f"{folder}: must hold train.txt (XMC text), trn.json (LF text) or trn_X_Y.txt/.npz (matrices), "
+        f"plain or .gz, found {', '.join(names[:8]) or 'an empty folder'}; see docs/data-format.md"
+    )

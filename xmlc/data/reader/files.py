@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import stat
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,18 +15,49 @@ from xmlc.errors import DataError
 _BLOCK_BYTES = 1 << 21
 _LONGEST_LINE_BYTES = 1 << 28
 
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_PACKED = {
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf": "7z",
+    b"\x1f\x9d": "compress",
+}
+
 
 class DataWarning(UserWarning):
     """Data was accepted after a harmless repair that its owner should know about."""
 
 
-@dataclass
-class Repairs:
-    """Counts of what was repaired while reading one data set."""
+@dataclass(frozen=True)
+class IndexBase:
+    """The first index of each kind in text files; array files always count from 0."""
 
+    labels: int = 0
+    features: int = 0
+    instances: int = 0
+    """Of filter files; everywhere else an instance is its line."""
+
+
+@dataclass
+class Reading:
+    """One reading of a data set: what it was told, and what it repaired."""
+
+    base: IndexBase = field(default_factory=IndexBase)
     features: int = 0
     labels: int = 0
     pairs: int = 0
+
+    def refuse(self, error: DataError) -> None:
+        """Raise what is wrong with one line or row; a check notes it instead, and reads it as empty."""
+        raise error
 
     def messages(self) -> tuple[str, ...]:
         """Return at most one sentence that counts every kind of repair."""
@@ -45,14 +77,35 @@ def find(folder: Path, name: str) -> Path | None:
     """Return ``folder/name`` or, for text, ``folder/name.gz``, whichever is there.
 
     Raises:
-        DataError: Both are there.
+        DataError: Both are there, or what is there is no regular file.
     """
-    plain, packed = folder / name, folder / f"{name}.gz"
-    if name.endswith((".npy", ".npz")):
-        return plain if plain.is_file() else None
-    if plain.is_file() and packed.is_file():
-        raise DataError(f"{folder}: must hold one of {plain.name} and {packed.name}, found both; remove one")
-    return next((path for path in (plain, packed) if path.is_file()), None)
+    names = (name,) if name.endswith((".npy", ".npz")) else (name, f"{name}.gz")
+    paths = [path for each in names if _is_file(path := folder / each)]
+    if len(paths) > 1:
+        raise DataError(
+            f"{folder}: must hold one of {paths[0].name} and {paths[1].name}, found both; remove one"
+        )
+    return paths[0] if paths else None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.is_symlink():
+            return False
+        raise DataError(
+            f"{path}: must be a regular file, found a link to {path.readlink()}, which is not there; "
+            "put the file there or remove the link"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: must be readable, found: {error.strerror}; check its rights") from None
+    if not stat.S_ISREG(mode):
+        found = next((word for test, word in _KINDS if test(mode)), "something else")
+        raise DataError(
+            f"{path}: must be a regular file, found {found}; files are read more than once: put a file there"
+        )
+    return True
 
 
 def require(folder: Path, name: str) -> Path:
@@ -74,30 +127,32 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         DataError: The file cannot be read, is cut short, or is not text in UTF-8 (as far as bytes tell).
     """
     line = 1
-    rest = b""
+    parts: list[bytes] = []  # of a line whose end has not come yet
+    length = 0
+    first = True
     try:
         with _open(path) as file:
-            first = True
             while chunk := file.read(_BLOCK_BYTES):
                 if first:
                     chunk = _without_mark(path, chunk)
                     first = False
                 if b"\0" in chunk:
-                    line += (rest + chunk).partition(b"\0")[0].count(b"\n")
+                    line += chunk.partition(b"\0")[0].count(b"\n")
                     raise DataError(
                         f"{path}:{line}: must be text in UTF-8, found a zero byte; export the file as text"
                     )
                 end = chunk.rfind(b"\n") + 1
+                length += len(chunk)
                 if not end:
-                    rest += chunk
-                    if len(rest) > _LONGEST_LINE_BYTES:
+                    parts.append(chunk)
+                    if length > _LONGEST_LINE_BYTES:
                         raise DataError(
                             f"{path}:{line}: a line must be shorter than {_LONGEST_LINE_BYTES} bytes, "
                             "found a longer one; write one instance per line"
                         )
                     continue
-                block = rest + chunk[:end]
-                rest = chunk[end:]
+                block = b"".join((*parts, chunk[:end]))
+                parts, length = [chunk[end:]], len(chunk) - end
                 yield line, block
                 line += block.count(b"\n")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -109,22 +164,22 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DataError(
             f"{path}: must be a readable file, found: {error.strerror}; check its rights"
         ) from None
-    if rest:
+    if rest := b"".join(parts):
         yield line, rest + b"\n"
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (1-based number, line without its end).
 
     Raises:
-        DataError: As `line_blocks`, or a line is not UTF-8.
+        DataError: As `line_blocks`.
     """
     for first, block in line_blocks(path):
         for number, raw in enumerate(block[:-1].split(b"\n"), first):
-            yield number, decode(path, number, raw.removesuffix(b"\r"))
+            yield number, raw.removesuffix(b"\r")
 
 
-def decode(path: Path, line: int, raw: bytes) -> str:
+def decode(where: str, raw: bytes) -> str:
     """Decode one line.
 
     Raises:
@@ -134,7 +189,7 @@ def decode(path: Path, line: int, raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}:{line}: must be text in UTF-8, found byte 0x{raw[error.start]:02x} at column "
+            f"{where}: must be text in UTF-8, found byte 0x{raw[error.start]:02x} at column "
             f"{error.start + 1}; convert the file (iconv -t utf-8)"
         ) from None
 
@@ -154,5 +209,10 @@ def _without_mark(path: Path, chunk: bytes) -> bytes:
     if chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path}:1: must be text in UTF-8, found UTF-16; convert the file (iconv -t utf-8)")
     if chunk.startswith(b"\x1f\x8b"):
-        raise DataError(f"{path}:1: must be text, found gzip; name the file {path.name}.gz")
+        again = path.suffix == ".gz"
+        advice = "unpack it once" if again else f"name the file {path.name}.gz"
+        raise DataError(f"{path}:1: must be text, found gzip{' in gzip' * again}; {advice}")
+    packed = next((name for magic, name in _PACKED.items() if chunk.startswith(magic)), None)
+    if packed is not None:
+        raise DataError(f"{path}:1: must be text, plain or packed by gzip, found {packed}; unpack it")
     return chunk.removeprefix(b"\xef\xbb\xbf")

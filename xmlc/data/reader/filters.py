@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from xmlc.data.dataset import Dataset, Split
-from xmlc.data.reader.files import Repairs, find
+from xmlc.data.reader.files import Reading, find
 from xmlc.data.reader.sparse_text import read_pairs
 from xmlc.errors import DataError
 
@@ -15,18 +15,18 @@ TEST_NAMES = ("filter_labels_test.txt", "tst_filter_labels.txt")
 FILES = TRAIN_NAMES + TEST_NAMES
 
 
-def with_filters(dataset: Dataset, folder: Path, repairs: Repairs) -> Dataset:
+def with_filters(dataset: Dataset, folder: Path, reading: Reading) -> Dataset:
     """Return the data set with the pairs of the folder's filter files, where it has any.
 
     Raises:
         DataError: A pair is malformed or out of range, or there are two files for one split.
     """
-    train = _filtered(dataset.train, folder, TRAIN_NAMES, repairs)
-    test = None if dataset.test is None else _filtered(dataset.test, folder, TEST_NAMES, repairs)
+    train = _filtered(dataset.train, folder, TRAIN_NAMES, reading)
+    test = None if dataset.test is None else _filtered(dataset.test, folder, TEST_NAMES, reading)
     return replace(dataset, train=train, test=test)
 
 
-def _filtered(split: Split, folder: Path, names: tuple[str, ...], repairs: Repairs) -> Split:
+def _filtered(split: Split, folder: Path, names: tuple[str, ...], reading: Reading) -> Split:
     paths = [path for name in names if (path := find(folder, name)) is not None]
     if len(paths) > 1:
         raise DataError(
@@ -34,4 +34,4 @@ def _filtered(split: Split, folder: Path, names: tuple[str, ...], repairs: Repai
         )
     if not paths:
         return split
-    return replace(split, filter_pairs=read_pairs(paths[0], split.instances, split.labels.columns, repairs))
+    return replace(split, filter_pairs=read_pairs(paths[0], split.instances, split.labels.columns, reading))

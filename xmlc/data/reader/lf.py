@@ -5,32 +5,33 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from xmlc.data.dataset import Dataset, Split
-from xmlc.data.reader.files import Repairs, find, lines, require, shorten
+from xmlc.data.reader.files import Reading, decode, find, lines, require, shorten
 from xmlc.data.reader.spool import Scratch, TextSpool
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
 
 FILES = ("trn.json", "tst.json", "lbl.json")
+_Parsed = TypeVar("_Parsed")
 
 
-def read_lf(folder: Path, scratch: Scratch, repairs: Repairs) -> Dataset:
+def read_lf(folder: Path, scratch: Scratch, reading: Reading) -> Dataset:
     """Read a folder of LF raw text; ``tst.json`` may be absent.
 
     Raises:
         DataError: A file is missing or malformed.
     """
     train_path = require(folder, "trn.json")
-    names, texts = _read_labels(require(folder, "lbl.json"), scratch)
-    train = _read_split(train_path, len(names), scratch, repairs)
+    names, texts = read_labels(require(folder, "lbl.json"), scratch, reading)
+    train = read_split(train_path, len(names), scratch, reading)
     test_path = find(folder, "tst.json")
-    test = None if test_path is None else _read_split(test_path, len(names), scratch, repairs)
+    test = None if test_path is None else read_split(test_path, len(names), scratch, reading)
     return Dataset(
         name=folder.name,
         kind="text",
@@ -43,26 +44,39 @@ def read_lf(folder: Path, scratch: Scratch, repairs: Repairs) -> Dataset:
     )
 
 
-def _read_labels(path: Path, scratch: Scratch) -> tuple[TextColumn, TextColumn]:
+def read_labels(path: Path, scratch: Scratch, reading: Reading) -> tuple[TextColumn, TextColumn]:
+    """Read names and texts of the labels.
+
+    Raises:
+        DataError: The file is empty, or a line malformed.
+    """
     names, texts = TextSpool(scratch), TextSpool(scratch)
-    for where, record in _records(path):
-        title = _string(record, "title", where)
+    for title, content in _parsed(path, _parse_text, ("", ""), reading):
         names.append(title)
-        texts.append(_join(title, _string(record, "content", where, "")))
+        texts.append(_join(title, content))
     columns = names.finish(), texts.finish()
     if not len(columns[0]):
         raise DataError(f"{path}: must hold one label in each line, found an empty file; add the labels")
     return columns
 
 
-def _read_split(path: Path, label_count: int, scratch: Scratch, repairs: Repairs) -> Split:
+def read_split(path: Path, label_count: int, scratch: Scratch, reading: Reading) -> Split:
+    """Read texts and labels of the instances.
+
+    Raises:
+        DataError: A line is malformed.
+    """
+
+    def parse(record: dict[str, Any], where: str) -> tuple[str, list[int]]:
+        found = _labels(record, label_count, reading.base.labels, where)
+        return _join(*_parse_text(record, where)), found
+
     texts = TextSpool(scratch)
     offsets, indices = array("q", [0]), array("i")
-    for where, record in _records(path):
-        texts.append(_join(_string(record, "title", where), _string(record, "content", where, "")))
-        found = _labels(record, label_count, where)
+    for text, found in _parsed(path, parse, ("", list[int]()), reading):
+        texts.append(text)
         unique = sorted(set(found))
-        repairs.labels += len(found) - len(unique)
+        reading.labels += len(found) - len(unique)
         indices.extend(unique)
         offsets.append(len(indices))
     labels = CsrRows(
@@ -71,25 +85,48 @@ def _read_split(path: Path, label_count: int, scratch: Scratch, repairs: Repairs
     return Split(labels, texts=texts.finish())
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (``file:line``, object) for every line; blank lines may only end the file."""
-    blank = 0
+def _parsed(
+    path: Path, parse: Callable[[dict[str, Any], str], _Parsed], empty: _Parsed, reading: Reading
+) -> Iterator[_Parsed]:
+    """Yield what ``parse(record, file:line)`` makes of every line; ``empty`` for one that was refused."""
+    for where, line in _record_lines(path):
+        try:
+            parsed = parse(_record(line, where), where)
+        except DataError as error:
+            reading.refuse(error)
+            parsed = empty
+        yield parsed
+
+
+def _record_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (``file:line``, line); blank lines at the end are left out."""
+    blank: list[int] = []
     for number, line in lines(path):
         if not line.strip():
-            blank = blank or number
+            blank.append(number)
             continue
-        if blank:
-            raise DataError(f"{path}:{blank}: must hold a JSON object, found a blank line; remove it")
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where}: must be one JSON object in one line, found {shorten(line)} ({error}); correct it"
-            ) from None
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: must be a JSON object, found {shorten(line)}; correct the line")
-        yield where, record
+        for earlier in blank:
+            yield f"{path}:{earlier}", b""
+        blank.clear()
+        yield f"{path}:{number}", line
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    if not line:
+        raise DataError(f"{where}: must hold a JSON object, found a blank line; remove it")
+    try:
+        record = json.loads(decode(where, line))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: must be one JSON object in one line, found {shorten(line)} ({error}); correct it"
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: must be a JSON object, found {shorten(line)}; correct the line")
+    return record
+
+
+def _parse_text(record: dict[str, Any], where: str) -> tuple[str, str]:
+    return _string(record, "title", where), _string(record, "content", where, "")
 
 
 def _string(record: dict[str, Any], key: str, where: str, default: str | None = None) -> str:
@@ -112,19 +149,21 @@ def _join(title: str, content: str) -> str:
     return f"{title} {content}" if title and content else title or content
 
 
-def _labels(record: dict[str, Any], label_count: int, where: str) -> list[int]:
-    """Return the labels of one instance, those with relevance 0 left out."""
+def _labels(record: dict[str, Any], label_count: int, first: int, where: str) -> list[int]:
+    """Return the labels of one instance, those with relevance 0 left out; the file counts from ``first``."""
     labels = record.get("target_ind")
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         found = "no such key" if "target_ind" not in record else shorten(json.dumps(labels))
         raise DataError(
             f"{where}: target_ind must be a list of whole numbers, found {found}; correct the line"
         )
+    if first:
+        labels = [label - first for label in labels]
     if labels and not 0 <= min(labels) <= max(labels) < label_count:
-        wrong = next(label for label in labels if not 0 <= label < label_count)
+        wrong = next(label for label in labels if not 0 <= label < label_count) + first
         raise DataError(
-            f"{where}: a label must be from 0 to {label_count - 1}, found {wrong}; labels count from 0 in "
-            "the order of lbl.json: correct the line or add the label there"
+            f"{where}: a label must be from {first} to {label_count - 1 + first}, found {wrong}; labels "
+            f"count from {first} in the order of lbl.json: correct the line or add the label there"
         )
     relevance = record.get("target_rel")
     if "target_rel" not in record or relevance == [1.0] * len(labels):

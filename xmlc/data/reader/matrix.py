@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -10,8 +11,17 @@ import scipy.sparse
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from xmlc.data.dataset import Dataset, Features, Kind, Split, check_dense, feature_columns, label_rows
-from xmlc.data.reader.files import Repairs, find
+from xmlc.data.dataset import (
+    Dataset,
+    Features,
+    Kind,
+    Split,
+    check_dense,
+    feature_columns,
+    label_rows,
+    negative_label,
+)
+from xmlc.data.reader.files import Reading, find
 from xmlc.data.reader.sparse_text import Layout, read_header, read_rows
 from xmlc.data.reader.spool import Scratch
 from xmlc.data.reader.texts import find_texts
@@ -20,12 +30,12 @@ from xmlc.errors import DataError
 
 _STEMS = ("trn_X_Xf", "trn_X_Y", "tst_X_Xf", "tst_X_Y", "lbl_X_Xf")
 _SUFFIXES = (".txt", ".npz", ".npy")
-_TEXT_FILES = ("trn_raw_texts.txt", "tst_raw_texts.txt", "lbl_raw_texts.txt", "Yf.txt", "Xf.txt")
-FILES = (*(stem + suffix for stem in _STEMS for suffix in _SUFFIXES), *_TEXT_FILES)
+TEXT_FILES = ("trn_raw_texts.txt", "tst_raw_texts.txt", "lbl_raw_texts.txt", "Yf.txt", "Xf.txt")
+FILES = (*(stem + suffix for stem in _STEMS for suffix in _SUFFIXES), *TEXT_FILES)
 STARTS = tuple(stem + suffix for stem in _STEMS[:4] for suffix in _SUFFIXES)
 
 
-def read_matrices(folder: Path, scratch: Scratch, repairs: Repairs) -> Dataset:
+def read_matrices(folder: Path, scratch: Scratch, reading: Reading) -> Dataset:
     """Read a folder of matrices.
 
     ``trn_X_Y`` and either ``trn_X_Xf`` or ``trn_raw_texts.txt`` must be there; the test files, ``lbl_X_Xf``,
@@ -34,10 +44,10 @@ def read_matrices(folder: Path, scratch: Scratch, repairs: Repairs) -> Dataset:
     Raises:
         DataError: A file is missing or malformed.
     """
-    train = _read_split(folder, "trn", scratch, repairs)
+    train = _read_split(folder, "trn", scratch, reading)
     test = None
     if any(_find_matrix(folder, stem) is not None for stem in ("tst_X_Y", "tst_X_Xf")):
-        test = _read_split(folder, "tst", scratch, repairs)
+        test = _read_split(folder, "tst", scratch, reading)
     labels, features = train.labels.columns, feature_columns(train.features)
     kind: Kind = (
         "text" if train.features is None else "sparse" if isinstance(train.features, CsrRows) else "dense"
@@ -50,14 +60,14 @@ def read_matrices(folder: Path, scratch: Scratch, repairs: Repairs) -> Dataset:
         test=test,
         label_count=labels,
         feature_count=features,
-        label_names=find_texts(folder, ("Yf.txt",), labels, scratch),
-        label_texts=find_texts(folder, ("lbl_raw_texts.txt",), labels, scratch),
-        label_features=None if label_path is None else read_features(label_path, scratch, repairs),
-        feature_names=find_texts(folder, ("Xf.txt",), features, scratch) if features else None,
+        label_names=find_texts(folder, ("Yf.txt",), labels, scratch, reading),
+        label_texts=find_texts(folder, ("lbl_raw_texts.txt",), labels, scratch, reading),
+        label_features=None if label_path is None else read_features(label_path, scratch, reading),
+        feature_names=find_texts(folder, ("Xf.txt",), features, scratch, reading) if features else None,
     )
 
 
-def read_features(path: Path, scratch: Scratch, repairs: Repairs) -> Features:
+def read_features(path: Path, scratch: Scratch, reading: Reading) -> Features:
     """Read features [row, feature]: sparse from ``.txt`` or ``.npz``, dense and memory-mapped from ``.npy``.
 
     Raises:
@@ -67,10 +77,15 @@ def read_features(path: Path, scratch: Scratch, repairs: Repairs) -> Features:
         dense = _load_array(path)
         check_dense(dense, str(path))
         return dense
-    return _read_sparse(path, scratch, repairs)
+    if path.suffix == ".npz":
+        matrix, repeats = _read_npz(path)
+        reading.features += repeats
+        return matrix
+    rows, columns = read_header(path, ("rows", "columns"))
+    return read_rows(Layout(path, rows, columns, None, base=reading.base), scratch, reading)[0]
 
 
-def read_labels(path: Path, scratch: Scratch, repairs: Repairs) -> CsrRows:
+def read_labels(path: Path, scratch: Scratch, reading: Reading) -> CsrRows:
     """Read a label matrix [instance, label] from ``.txt`` or ``.npz``; a value above 0 is a label, 0 is none.
 
     Raises:
@@ -78,14 +93,20 @@ def read_labels(path: Path, scratch: Scratch, repairs: Repairs) -> CsrRows:
     """
     if path.suffix == ".npy":
         raise DataError(f"{path}: labels must be sparse, .txt or .npz, found .npy; save them as SciPy .npz")
-    own = Repairs()
-    matrix = _read_sparse(path, scratch, own)
-    repairs.labels += own.features
-    negative = np.zeros(0, np.bool_) if matrix.values is None else matrix.values < 0
-    if path.suffix != ".npz" and negative.any():
-        line = row_of(matrix.offsets, int(np.argmax(negative))) + 2  # after the header, 1-based
-        return label_rows(matrix, f"{path}:{line}")
-    return label_rows(matrix, str(path))
+    if path.suffix == ".npz":
+        matrix, repeats = _read_npz(path)
+        reading.labels += repeats
+        return label_rows(matrix, str(path))
+    rows, columns = read_header(path, ("rows", "columns"))
+    before = reading.features
+    matrix = read_rows(Layout(path, rows, columns, None, "label", reading.base), scratch, reading)[0]
+    reading.labels += reading.features - before
+    reading.features = before
+    assert matrix.values is not None
+    for entry in np.flatnonzero(matrix.values < 0):
+        line = row_of(matrix.offsets, int(entry)) + 2  # after the header, 1-based
+        reading.refuse(negative_label(matrix, int(entry), f"{path}:{line}"))
+    return label_rows(replace(matrix, values=np.maximum(matrix.values, 0)), str(path))
 
 
 def _find_matrix(folder: Path, stem: str) -> Path | None:
@@ -97,16 +118,16 @@ def _find_matrix(folder: Path, stem: str) -> Path | None:
     return paths[0] if paths else None
 
 
-def _read_split(folder: Path, prefix: str, scratch: Scratch, repairs: Repairs) -> Split:
+def _read_split(folder: Path, prefix: str, scratch: Scratch, reading: Reading) -> Split:
     label_path = _find_matrix(folder, f"{prefix}_X_Y")
     if label_path is None:
         raise DataError(
             f"{folder}: must hold the labels {prefix}_X_Y.txt, .txt.gz or .npz, found none; put one there"
         )
-    labels = read_labels(label_path, scratch, repairs)
+    labels = read_labels(label_path, scratch, reading)
     path = _find_matrix(folder, f"{prefix}_X_Xf")
-    features = None if path is None else read_features(path, scratch, repairs)
-    texts = find_texts(folder, (f"{prefix}_raw_texts.txt",), labels.rows, scratch)
+    features = None if path is None else read_features(path, scratch, reading)
+    texts = find_texts(folder, (f"{prefix}_raw_texts.txt",), labels.rows, scratch, reading)
     if features is None and texts is None:
         raise DataError(
             f"{folder}: must hold {prefix}_X_Xf.txt, .npz or .npy, or {prefix}_raw_texts.txt, found none; "
@@ -115,10 +136,8 @@ def _read_split(folder: Path, prefix: str, scratch: Scratch, repairs: Repairs) -
     return Split(labels, features, texts)
 
 
-def _read_sparse(path: Path, scratch: Scratch, repairs: Repairs) -> CsrRows:
-    if path.suffix != ".npz":
-        rows, columns = read_header(path, ("rows", "columns"))
-        return read_rows(Layout(path, rows, columns, None), scratch, repairs)[0]
+def _read_npz(path: Path) -> tuple[CsrRows, int]:
+    """Return a saved matrix, and how many repeated entries were summed."""
     try:
         with path.open("rb") as file:
             _check_index_arrays(file)
@@ -130,8 +149,7 @@ def _read_sparse(path: Path, scratch: Scratch, repairs: Repairs) -> CsrRows:
             f"{error}; save it again"
         ) from None
     merged = CsrRows.from_scipy(matrix, str(path))
-    repairs.features += matrix.nnz - len(merged.indices)
-    return merged
+    return merged, matrix.nnz - len(merged.indices)
 
 
 def _check_index_arrays(file: BinaryIO) -> None:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xmlc.data.reader.files import Repairs, line_blocks, shorten
+from xmlc.data.reader.files import IndexBase, Reading, line_blocks, shorten
 from xmlc.data.reader.spool import RowsSpool, Scratch
-from xmlc.data.rows import CsrRows, Int64, row_of
+from xmlc.data.rows import CsrRows, Int64
 from xmlc.errors import DataError
 
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _LONGEST_INTEGER = 10  # digits: all of int32, and far from the end of int64
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 def _byte_set(members: bytes) -> NDArray[np.bool_]:
@@ -46,6 +47,14 @@ class Layout:
     columns: int
     labels: int | None
     """Number of labels where each line starts with a label field; None where it does not."""
+    noun: str = "feature"
+    """What a column is."""
+    base: IndexBase = field(default_factory=IndexBase)
+
+    @property
+    def first_column(self) -> int:
+        """The index that the file gives the first column."""
+        return self.base.labels if self.noun == "label" else self.base.features
 
 
 def read_header(path: Path, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -64,7 +73,7 @@ def read_header(path: Path, names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(int(field) for field in fields)
 
 
-def read_rows(layout: Layout, scratch: Scratch, repairs: Repairs) -> tuple[CsrRows, CsrRows | None]:
+def read_rows(layout: Layout, scratch: Scratch, reading: Reading) -> tuple[CsrRows, CsrRows | None]:
     """Read the lines after the header.
 
     Returns:
@@ -81,13 +90,17 @@ def read_rows(layout: Layout, scratch: Scratch, repairs: Repairs) -> tuple[CsrRo
         body = _without_surplus(layout, body, body_line, layout.rows - features.rows)
         if not body:
             continue
-        feature_part, label_part = _parse_block(body, layout) or _parse_lines(body, body_line, layout)
-        feature_part, repeats = sum_repeats(feature_part, str(layout.path), body_line)
-        repairs.features += repeats
+        feature_part, label_part = _parse_block(body, layout) or _parse_lines(
+            body, body_line, layout, reading
+        )
+        feature_part, repeats = _canonical(feature_part)
+        for error in _overflows(feature_part, str(layout.path), body_line):
+            reading.refuse(error)
+        reading.features += repeats
         features.append(feature_part)
         if label_part is not None:
             label_part, repeats = _canonical(label_part)
-            repairs.labels += repeats
+            reading.labels += repeats
             labels.append(label_part)
     if features.rows < layout.rows:
         raise DataError(
@@ -98,9 +111,22 @@ def read_rows(layout: Layout, scratch: Scratch, repairs: Repairs) -> tuple[CsrRo
 
 
 def parse_features(
-    tokens: list[bytes], where: str, columns: int, form: str = "index:value"
+    tokens: list[bytes],
+    where: str,
+    columns: int,
+    form: str = "index:value",
+    noun: str = "feature",
+    first: int = 0,
 ) -> tuple[list[int], list[float]]:
-    """Return indices and values of the ``index:value`` tokens of one line; ``form`` describes it in errors.
+    """Return indices and values of the ``index:value`` tokens of one line.
+
+    Args:
+        tokens: The line, cut at blanks.
+        where: Names the line in errors.
+        columns: The indices are below ``first + columns``.
+        form: Describes a right token in errors.
+        noun: What a column is.
+        first: Index of the first column; it is returned as 0.
 
     Raises:
         DataError: A token is something else, an index is out of range, or a value not finite in float32.
@@ -109,8 +135,8 @@ def parse_features(
     for token in tokens:
         index, colon, value = token.partition(b":")
         if not colon or not index or not value:
-            raise DataError(f"{where}: a feature must be {form}, found {shorten(token)}; correct the line")
-        indices.append(_parse_index(where, "a feature index", index, columns))
+            raise DataError(f"{where}: a {noun} must be {form}, found {shorten(token)}; correct the line")
+        indices.append(_parse_index(where, f"a {noun} index", index, columns, first))
         if not _NUMBER.fullmatch(value) or _finite_float32(np.array([float(value)])) is None:
             raise DataError(
                 f"{where}: a value must be a number finite in float32, found {shorten(token)}; "
@@ -132,37 +158,55 @@ def sum_repeats(rows: CsrRows, source: str, line: int) -> tuple[CsrRows, int]:
         DataError: A sum leaves float32.
     """
     merged, repeats = _canonical(rows)
-    assert merged.values is not None
-    finite = np.isfinite(merged.values)
-    if not finite.all():
-        row = row_of(merged.offsets, int(np.argmin(finite)))
-        raise DataError(
-            f"{source}:{line + row}: the sum of a repeated feature must be finite in float32, found an "
-            "overflow; keep one of the repeats"
-        )
+    for error in _overflows(merged, source, line):
+        raise error
     return merged, repeats
 
 
-def read_pairs(path: Path, instances: int, labels: int, repairs: Repairs) -> CsrRows:
+def _overflows(merged: CsrRows, source: str, line: int) -> Iterator[DataError]:
+    assert merged.values is not None
+    finite = np.isfinite(merged.values)
+    if finite.all():
+        return
+    rows = np.searchsorted(merged.offsets, np.flatnonzero(~finite), side="right") - 1
+    for row in np.unique(rows):
+        yield DataError(
+            f"{source}:{line + row}: the sum of a repeated feature must be finite in float32, found an "
+            "overflow; keep one of the repeats"
+        )
+
+
+def read_pairs(path: Path, instances: int, labels: int, reading: Reading) -> CsrRows:
     """Read a filter file, one ``instance label`` per line in any order, as rows [instance, label].
 
     Raises:
         DataError: A line is no pair of whole numbers, or one of them is out of range.
     """
-    blocks = [np.empty((2, 0), np.int64)]
-    for line, block in line_blocks(path):
-        pairs = _parse_pair_block(block, instances, labels)
-        blocks.append(_parse_pair_lines(path, block, line, instances, labels) if pairs is None else pairs)
-    rows, columns = np.concatenate(blocks, axis=1)
-    keys = rows * labels + columns
+    found = pair_array(path, instances, labels, reading)
+    keys = found[0] * labels + found[1]
     unique = np.unique(keys)
-    repairs.pairs += len(keys) - len(unique)
+    reading.pairs += len(keys) - len(unique)
     offsets = np.searchsorted(unique, np.arange(instances + 1) * labels)
     return CsrRows(offsets, (unique % max(labels, 1)).astype(np.int32), None, labels)
 
 
+def pair_array(path: Path, instances: int, labels: int, reading: Reading) -> Int64:
+    """Return the pairs of a filter file in their order, [2, pair].
+
+    Raises:
+        DataError: As `read_pairs`.
+    """
+    blocks = [np.empty((2, 0), np.int64)]
+    for line, block in line_blocks(path):
+        pairs = _parse_pair_block(block, instances, labels, reading.base)
+        blocks.append(
+            _parse_pair_lines(path, block, line, instances, labels, reading) if pairs is None else pairs
+        )
+    return np.concatenate(blocks, axis=1)
+
+
 def _is_count(field: bytes) -> bool:
-    return field.isdigit() and len(field) <= _LONGEST_INTEGER and int(field) <= _INT32_MAX
+    return field.isdigit() and len(field) <= _LONGEST_INTEGER and int(field) <= INT32_MAX
 
 
 def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> bytes:
@@ -190,17 +234,19 @@ def _parse_block(block: bytes, layout: Layout) -> tuple[CsrRows, CsrRows | None]
     if layout.labels is not None:
         first = np.flatnonzero((starts == 0) | (text[starts - 1] == _NEWLINE))
         no_colon = np.searchsorted(colons, starts[first]) == np.searchsorted(colons, ends[first])
-        field = np.zeros(len(starts), np.bool_)
-        field[first[no_colon]] = True
-        label_rows = _parse_label_fields(text, starts[field], ends[field], line_ends, layout.labels)
+        is_field = np.zeros(len(starts), np.bool_)
+        is_field[first[no_colon]] = True
+        label_rows = _parse_label_fields(
+            text, starts[is_field], ends[is_field], line_ends, layout.labels, layout.base.labels
+        )
         if label_rows is None:
             return None
-        starts, ends = starts[~field], ends[~field]
+        starts, ends = starts[~is_field], ends[~is_field]
 
     # As many tokens as colons, and each colon strictly inside its token: one colon in every token.
     if len(starts) != len(colons) or not ((starts < colons) & (colons < ends - 1)).all():
         return None
-    indices = _parse_integers(text, starts, colons, layout.columns)
+    indices = _parse_integers(text, starts, colons, layout.columns, layout.first_column)
     values = _parse_values(text, colons + 1, ends)
     if indices is None or values is None:
         return None
@@ -220,7 +266,7 @@ def _offsets_of(starts: Int64, line_ends: Int64) -> Int64:
 
 
 def _parse_label_fields(
-    text: NDArray[np.uint8], starts: Int64, ends: Int64, line_ends: Int64, labels: int
+    text: NDArray[np.uint8], starts: Int64, ends: Int64, line_ends: Int64, labels: int, base: int
 ) -> CsrRows | None:
     """Parse the comma-separated fields [start, end), at most one of them in a line."""
     commas = np.flatnonzero(text == _COMMA)
@@ -228,12 +274,12 @@ def _parse_label_fields(
         return None
     starts = np.sort(np.concatenate((starts, commas + 1)))
     ends = np.sort(np.concatenate((ends, commas)))
-    indices = _parse_integers(text, starts, ends, labels)
+    indices = _parse_integers(text, starts, ends, labels, base)
     return None if indices is None else CsrRows(_offsets_of(starts, line_ends), indices, None, labels)
 
 
-def _parse_integers(text: NDArray[np.uint8], starts: Int64, ends: Int64, limit: int) -> Any:
-    """Parse [start, end) as int32 [token] in [0, limit); None where one is anything else."""
+def _parse_integers(text: NDArray[np.uint8], starts: Int64, ends: Int64, limit: int, first: int) -> Any:
+    """Parse [start, end) less ``first`` as int32 [token] in [0, limit); None where one is anything else."""
     lengths = ends - starts
     if not len(lengths):
         return np.empty(0, np.int32)
@@ -246,7 +292,8 @@ def _parse_integers(text: NDArray[np.uint8], starts: Int64, ends: Int64, limit: 
             return None
         # int64 first: NumPy 1 would multiply in the digits' uint8.
         numbers += np.where(place < lengths, digits.astype(np.int64) * 10**place, 0)
-    return numbers.astype(np.int32) if numbers.max() < limit else None
+    numbers -= first
+    return numbers.astype(np.int32) if numbers.min() >= 0 and numbers.max() < limit else None
 
 
 def _parse_values(text: NDArray[np.uint8], starts: Int64, ends: Int64) -> Any:
@@ -275,15 +322,19 @@ def _finite_float32(values: NDArray[np.float64]) -> Any:
     return narrow if np.isfinite(narrow).all() else None
 
 
-def _parse_lines(body: bytes, line: int, layout: Layout) -> tuple[CsrRows, CsrRows | None]:
+def _parse_lines(body: bytes, line: int, layout: Layout, reading: Reading) -> tuple[CsrRows, CsrRows | None]:
     """Parse line by line."""
     label_counts, labels = [0], list[int]()
     counts, indices, values = [0], list[int](), list[float]()
     for number, raw in enumerate(body[:-1].split(b"\n"), line):
-        line_labels, line_indices, line_values = _parse_line(raw, f"{layout.path}:{number}", layout)
-        labels += line_labels
-        indices += line_indices
-        values += line_values
+        try:
+            line_labels, line_indices, line_values = _parse_line(raw, f"{layout.path}:{number}", layout)
+        except DataError as error:
+            reading.refuse(error)
+        else:
+            labels += line_labels
+            indices += line_indices
+            values += line_values
         label_counts.append(len(labels))
         counts.append(len(indices))
     features = CsrRows(
@@ -298,56 +349,70 @@ def _parse_line(raw: bytes, where: str, layout: Layout) -> tuple[list[int], list
     tokens = raw.split()
     labels = []
     if layout.labels is not None and tokens and b":" not in tokens[0] and raw.startswith(tokens[0]):
-        labels = [_parse_index(where, "a label", field, layout.labels) for field in tokens.pop(0).split(b",")]
+        labels = [
+            _parse_index(where, "a label", each, layout.labels, layout.base.labels)
+            for each in tokens.pop(0).split(b",")
+        ]
     form = (
         "index:value" if layout.labels is None else "index:value after labels joined by commas without blanks"
     )
-    indices, values = parse_features(tokens, where, layout.columns, form)
+    indices, values = parse_features(tokens, where, layout.columns, form, layout.noun, layout.first_column)
     return labels, indices, values
 
 
-def _parse_index(where: str, what: str, field: bytes, limit: int) -> int:
-    if not field.isdigit():
+def _parse_index(where: str, what: str, digits: bytes, limit: int, first: int) -> int:
+    last = limit - 1 + first
+    if not digits.isdigit():
         raise DataError(
-            f"{where}: {what} must be a whole number from 0 to {limit - 1}, found {shorten(field)}; "
+            f"{where}: {what} must be a whole number from {first} to {last}, found {shorten(digits)}; "
             "correct the line"
         )
-    if len(field) > 18 or int(field) >= limit:
+    if len(digits) > 18 or int(digits) > last:
+        other = "; where they count from 1, pass --index-base 1 to `xmlc data convert`" * (first == 0)
         raise DataError(
-            f"{where}: {what} must be at most {limit - 1}, found {shorten(field)}; indices count from 0: "
-            "correct the line or the header"
+            f"{where}: {what} must be at most {last}, found {shorten(digits)}; indices count from {first}: "
+            f"correct the line or the header{other}"
         )
-    return int(field)
+    if int(digits) < first:
+        raise DataError(
+            f"{where}: {what} must be at least {first}, found {shorten(digits)}; correct --index-base or the "
+            "line"
+        )
+    return int(digits) - first
 
 
-def _parse_pair_block(block: bytes, instances: int, labels: int) -> NDArray[np.int64] | None:
+def _parse_pair_block(block: bytes, instances: int, labels: int, base: IndexBase) -> Int64 | None:
     text = np.frombuffer(block, np.uint8)
     starts, ends = _tokens(text)
     counts = np.diff(_offsets_of(starts, np.flatnonzero(text == _NEWLINE)))
     if not ((counts == 0) | (counts == 2)).all():
         return None
-    rows = _parse_integers(text, starts[::2], ends[::2], instances)
-    columns = _parse_integers(text, starts[1::2], ends[1::2], labels)
+    rows = _parse_integers(text, starts[::2], ends[::2], instances, base.instances)
+    columns = _parse_integers(text, starts[1::2], ends[1::2], labels, base.labels)
     return None if rows is None or columns is None else np.array([rows, columns], np.int64)
 
 
-def _parse_pair_lines(path: Path, block: bytes, line: int, instances: int, labels: int) -> NDArray[np.int64]:
+def _parse_pair_lines(
+    path: Path, block: bytes, line: int, instances: int, labels: int, reading: Reading
+) -> Int64:
     pairs = []
     for number, raw in enumerate(block[:-1].split(b"\n"), line):
-        fields = raw.split()
-        if not fields:
-            continue
-        if len(fields) != 2:
-            raise DataError(
-                f"{path}:{number}: must be a pair 'instance label', found {shorten(raw)}; correct the line"
-            )
-        pairs.append(
-            (
-                _parse_index(f"{path}:{number}", "an instance", fields[0], instances),
-                _parse_index(f"{path}:{number}", "a label", fields[1], labels),
-            )
-        )
+        try:
+            if raw.split():
+                pairs.append(_parse_pair(raw, f"{path}:{number}", instances, labels, reading.base))
+        except DataError as error:
+            reading.refuse(error)
     return np.array(pairs, np.int64).reshape(-1, 2).T
+
+
+def _parse_pair(raw: bytes, where: str, instances: int, labels: int, base: IndexBase) -> tuple[int, int]:
+    fields = raw.split()
+    if len(fields) != 2:
+        raise DataError(f"{where}: must be a pair 'instance label', found {shorten(raw)}; correct the line")
+    return (
+        _parse_index(where, "an instance", fields[0], instances, base.instances),
+        _parse_index(where, "a label", fields[1], labels, base.labels),
+    )
 
 
 def _canonical(rows: CsrRows) -> tuple[CsrRows, int]:
