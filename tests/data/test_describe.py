@@ -32,10 +32,12 @@ def test_labels_are_counted_over_training_instances() -> None:
         "share_with_0": pytest.approx(1 / 3),
         "share_with_1": pytest.approx(1 / 3),
         "share_with_at_most_5": 1.0,
+        "share_of_positives_in_tenth": pytest.approx(2 / 3),
     }
     assert described["train"]["labels_per_instance"] == {"mean": 1.0, "median": 1.0, "max": 2}
     assert described["train"]["without_labels"] == 1
     assert described["test"]["without_labels"] == 1
+    assert described["test"]["labels_without_training"] == 1
 
 
 @pytest.mark.parametrize("labels", [1, 2, 3, 4, 5, 6, 7])
@@ -78,6 +80,18 @@ def test_empty_instances_are_counted_and_never_count_as_seen(
     assert described["train"][gap] == 1
     assert described["test"][gap] == 1
     assert described["test"]["seen_in_training"] == seen
+
+
+def test_texts_have_no_number_of_features() -> None:
+    assert "features" not in make(["a", "b", ""], ["b", "", "c"])
+    assert make(DENSE, TEST_DENSE)["features"] == 2
+
+
+@pytest.mark.parametrize(
+    "features", [["a", "a", ""], scipy.sparse.csr_array(DENSE[[0, 0, 2]]), DENSE[[1, 1, 0]]]
+)
+def test_training_instances_that_occur_again_are_counted(features: Any) -> None:
+    assert describe(Dataset.from_arrays(features, LABELS))["train"]["repeated"] == 1
 
 
 def test_dense_instances_are_compared_bit_by_bit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,14 @@ def describe(dataset: Dataset) -> dict[str, Any]:
     """Return counts, label distribution, gaps and overlap of a data set as plain values, ready for JSON.
 
     ``labels.training_instances`` counts training instances per label; ``share_with_*`` are shares of all
-    labels. ``test.seen_in_training`` counts test instances whose text or features, if not empty, occur in
-    training to the last bit.
+    labels, ``share_of_positives_in_tenth`` is the part of all training positives that the most frequent tenth
+    of the labels holds. ``train.repeated`` counts training instances whose text or features, if not empty,
+    occurred before to the last bit, ``test.seen_in_training`` test instances for which they occur there,
+    ``test.labels_without_training`` labels that only test instances have.
     """
-    per_label = np.unique(dataset.train.labels.indices, return_counts=True)[1]  # of labels that occur
+    trained, per_label = np.unique(dataset.train.labels.indices, return_counts=True)  # of labels that occur
+    contents = list(_contents(dataset.train))
+    seen = set(contents)
     absent = dataset.label_count - len(per_label)  # a header may promise 2^31 - 1 labels
     described: dict[str, Any] = {
         "name": dataset.name,
@@ -28,22 +33,23 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "fingerprint": dataset.fingerprint,
         "propensity_a": dataset.propensity_a,
         "propensity_b": dataset.propensity_b,
-        "features": dataset.feature_count,
+        **({} if dataset.kind == "text" else {"features": dataset.feature_count}),
         "labels": {
             "count": dataset.label_count,
             "training_instances": _spread(per_label, absent),
             "share_with_0": absent / dataset.label_count,
             "share_with_1": np.count_nonzero(per_label == 1) / dataset.label_count,
             "share_with_at_most_5": (absent + np.count_nonzero(per_label <= 5)) / dataset.label_count,
+            "share_of_positives_in_tenth": _head(per_label, math.ceil(dataset.label_count / 10)),
         },
-        "train": _describe_split(dataset.train),
+        "train": {**_describe_split(dataset.train), "repeated": len(contents) - len(seen)},
         "warnings": list(dataset.warnings),
     }
     if dataset.test is not None:
-        seen = set(_contents(dataset.train))
         described["test"] = {
             **_describe_split(dataset.test),
             "seen_in_training": sum(content in seen for content in _contents(dataset.test)),
+            "labels_without_training": len(np.setdiff1d(dataset.test.labels.indices, trained)),
         }
     return described
 
@@ -74,6 +80,12 @@ def _spread(counts: Int64, zeros: int = 0) -> dict[str, float]:
     ordered = np.sort(counts)
     median = sum(float(ordered[place]) for place in middle if place >= 0) / 2
     return {"mean": float(counts.sum() / total), "median": median, "max": int(ordered[-1])}
+
+
+def _head(per_label: Int64, labels: int) -> float:
+    """Return the share of all positives that the most frequent labels hold."""
+    total = int(per_label.sum())
+    return float(np.sort(per_label)[::-1][:labels].sum() / total) if total else 0.0
 
 
 def _empty_rows(offsets: Int64) -> int:
