@@ -273,6 +273,17 @@ def test_a_check_lists_problems_on_stdout_and_ends_with_2(xmlc: Xmlc, tmp_path: 
     assert facts["complete"] is False
 
 
+def test_data_that_a_format_cannot_hold_or_a_place_that_is_taken(
+    xmlc: Xmlc, home: Path, tmp_path: Path
+) -> None:
+    line = refused(xmlc("data", "convert", home / "dense data", tmp_path / "made", "--to", "xmc"))
+    assert "xmc holds sparse features, found dense features; choose npz" in line
+    assert "must not be there yet" in refused(
+        xmlc("data", "convert", home / "dense data", tmp_path, "--to", "npz")
+    )
+    assert not (tmp_path / "made").exists()
+
+
 def test_data_to_check_that_are_none(xmlc: Xmlc, tmp_path: Path) -> None:
     assert "did you mean wordnet-mini?" in refused(xmlc("data", "check", "wordnet_mini"))
     (tmp_path / "train.txt").write_text("")

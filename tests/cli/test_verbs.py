@@ -290,6 +290,14 @@ def test_data_check_ends_with_0_where_nothing_is_wrong(kind: str, xmlc: Xmlc, ho
     assert json.loads(ok(xmlc("data", "check", data, "--json")))["problems"] == []
 
 
+def test_data_convert_writes_a_folder_and_prints_its_path(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    data, made = home / "text data", tmp_path / "made"
+    assert ok(xmlc("data", "convert", data, made, "--to", "npz", "--without", "label_texts")) == f"{made}\n"
+    before, after = (json.loads(ok(xmlc("data", "info", each, "--json"))) for each in (data, made))
+    assert after["train"] == before["train"]
+    assert after["labels"] == before["labels"]
+
+
 def test_no_summary_of_a_verb_is_cut(xmlc: Xmlc) -> None:
     for arguments in (["--help"], ["data", "--help"]):
         commands = ok(xmlc(*arguments)).partition("Commands:")[2]

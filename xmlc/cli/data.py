@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from xmlc.data import IndexBase
+    from xmlc.data.writer import Format
+
+_FORMATS = ("xmc", "matrix", "npz", "lf")  # those of xmlc.data.writer, which would import NumPy for --help
+_PARTS = (
+    "features",
+    "texts",
+    "filter_pairs",
+    "label_names",
+    "label_texts",
+    "label_features",
+    "feature_names",
+)
 
 
 class _IndexBase(click.ParamType):
@@ -97,6 +110,31 @@ def check(ctx: click.Context, data: str, limit: int, base: IndexBase, as_json: b
     else:
         click.echo("\n".join(checked.to_lines()))
     ctx.exit(2 if checked.problems else 0)
+
+
+@command.command(name="convert", short_help="Write a data set in another format, without loss.")
+@click.argument("data")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--to", "layout", required=True, type=click.Choice(_FORMATS), help="Format to write.")
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="PART",
+    type=click.Choice(_PARTS),
+    help="Part to leave out; repeatable.",
+)
+@_index_base
+def convert(data: str, target: Path, layout: Format, without: tuple[str, ...], base: IndexBase) -> None:
+    """Write DATA, a folder or the name of a known data set, as a new folder TARGET in another format.
+
+    Formats: xmc (XMC text), matrix (sparse-matrix text), npz (SciPy and NumPy files), lf (LF raw text). A
+    part that the format cannot hold is refused unless left out by --without. TARGET appears whole, after it was
+    read back and found equal.
+    """
+    from xmlc.data.convert import convert
+
+    convert(data, target, layout, base, without)
+    click.echo(str(target))
 
 
 def _print(values: dict[str, object], indent: str) -> None:

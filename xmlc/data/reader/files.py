@@ -23,7 +23,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _PACKED = {
-    b"BZh": "bzip2",
+    **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},  # "BZh" alone may be text
     b"\xfd7zXZ": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",

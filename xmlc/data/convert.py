@@ -1,0 +1,156 @@
+"""Writes data sets into new folders, atomically, and proves that they read back as they were."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from xmlc.data import card as cards
+from xmlc.data.dataset import Dataset, content_fingerprint
+from xmlc.data.reader import IndexBase, Reading, read_folder
+from xmlc.data.store import scratch_folder
+from xmlc.data.writer import PARTS, Format, sha256, write_dataset
+from xmlc.errors import DataError
+
+
+def convert(
+    source: str | Path,
+    target: Path,
+    layout: Format,
+    base: IndexBase | None = None,
+    without: Sequence[str] = (),
+) -> Dataset:
+    """Write a data set in another layout; what is read from it has the same fingerprint.
+
+    Args:
+        source: A folder, or the name of a known data set.
+        target: The folder to make.
+        layout: As `write_dataset`.
+        base: First indices of the source's text files; None takes 0.
+        without: Parts to leave out, of `writer.PARTS`. Without ``features`` it is a data set of texts. In
+            ``lf``, labels without texts have their names for texts.
+
+    Returns:
+        The data set as written, its arrays in memory or memory-mapped.
+
+    Raises:
+        DataError: The source is malformed, the layout cannot hold it, or the target is there already or
+            cannot be written; then nothing stays behind.
+    """
+    with scratch_folder() as scratch:
+        folder = cards.locate(source)
+        dataset, card = read_source(folder, scratch, base or IndexBase())
+        dataset = _leave_out(dataset, without)
+        if layout == "lf" and dataset.label_texts is None:  # as it will be read
+            dataset = replace(dataset, label_texts=dataset.label_names)
+        write_folder(dataset, card, target, layout, scratch)
+        return dataset
+
+
+def read_source(folder: Path, scratch: Path, base: IndexBase) -> tuple[Dataset, cards.Card | None]:
+    """Read a folder anew, without a store, and its card.
+
+    Raises:
+        DataError: The folder is malformed, or does not fit the checksums of its own card.
+    """
+    card = cards.card_of(folder)
+    if card is not None and (folder / cards.CARD_NAME).is_file():
+        cards.check_files(card, folder)
+    return read_folder(folder, scratch, Reading(base=base)), card
+
+
+def write_folder(
+    dataset: Dataset, card: cards.Card | None, target: Path, layout: Format, scratch: Path
+) -> None:
+    """Write a data set, and its card if it has one, as a new folder, and read it back.
+
+    Raises:
+        DataError: As `convert`.
+    """
+    with new_folder(target) as fresh:
+        write_dataset(dataset, fresh, layout)
+        if card is not None:
+            _write_card(card, dataset, fresh)
+        found = content_fingerprint(read_folder(fresh, scratch))
+        wanted = content_fingerprint(dataset)
+        if found != wanted:
+            raise DataError(
+                f"{target}: what was written must have the fingerprint {wanted} of the data set, found "
+                f"{found} when reading it; nothing was kept: choose another format, and report this"
+            )
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Make a folder that appears, whole and on disk, when the context ends without an error, or not at all.
+
+    Raises:
+        DataError: There is something at its place already, or it cannot be written.
+    """
+    if os.path.lexists(target):
+        raise DataError(f"{target}: must not be there yet, found it; choose another place or remove it")
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        fresh.mkdir()
+        try:
+            yield fresh
+            for path in fresh.iterdir():
+                _sync(path)
+            _sync(fresh)
+            fresh.rename(target)
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"{target}: must be writable and have room, found: {error.strerror} ({error.filename}); choose "
+            "another place"
+        ) from None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _leave_out(dataset: Dataset, parts: Sequence[str]) -> Dataset:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise DataError(
+            f"convert: parts must be of {', '.join(PARTS)}, found {', '.join(unknown)}; correct it"
+        )
+    in_split: dict[str, Any] = {part: None for part in parts if part in ("features", "texts", "filter_pairs")}
+    of_set: dict[str, Any] = {part: None for part in parts if part not in in_split}
+    if "features" in in_split:
+        dataset = replace(dataset, kind="text", feature_count=0, label_features=None, feature_names=None)
+    train = replace(dataset.train, **in_split)
+    test = None if dataset.test is None else replace(dataset.test, **in_split)
+    if train.features is None and train.texts is None:
+        raise DataError(f"{dataset.name}: must keep features or texts, found neither; leave out less")
+    return replace(dataset, train=train, test=test, **of_set)
+
+
+def _write_card(card: cards.Card, dataset: Dataset, folder: Path) -> None:
+    files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    filters = tuple(name for name in files if name.startswith("filter_labels_"))
+    counts = cards.Counts(
+        train=dataset.train.instances,
+        test=0 if dataset.test is None else dataset.test.instances,
+        labels=dataset.label_count,
+        features=dataset.feature_count,
+    )
+    written = card.model_copy(
+        update={"kind": dataset.kind, "files": files, "filters": filters, "counts": counts}
+    )
+    text = tomli_w.dumps(written.model_dump(mode="json", exclude_none=True))
+    (folder / cards.CARD_NAME).write_text(text, encoding="utf-8")
