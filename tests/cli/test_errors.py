@@ -284,6 +284,14 @@ def test_data_that_a_format_cannot_hold_or_a_place_that_is_taken(
     assert not (tmp_path / "made").exists()
 
 
+def test_data_that_cannot_be_split_or_filtered(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    assert "pass --pool to split" in refused(xmlc("data", "split", home / "text data", tmp_path / "made"))
+    assert "above 0 and below 1, found 2.0" in refused(
+        xmlc("data", "split", home / "text data", tmp_path / "made", "--test", 2)
+    )
+    assert "found features; use ids" in refused(xmlc("data", "filter", home / "sparse data"))
+
+
 def test_data_to_check_that_are_none(xmlc: Xmlc, tmp_path: Path) -> None:
     assert "did you mean wordnet-mini?" in refused(xmlc("data", "check", "wordnet_mini"))
     (tmp_path / "train.txt").write_text("")

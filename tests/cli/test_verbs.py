@@ -298,6 +298,15 @@ def test_data_convert_writes_a_folder_and_prints_its_path(xmlc: Xmlc, home: Path
     assert after["labels"] == before["labels"]
 
 
+def test_data_split_and_filter_write_files(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
+    data, made = home / "text data", tmp_path / "made"
+    assert ok(xmlc("data", "split", data, made, "--pool", "--test", 0.5, "--identical")) == f"{made}\n"
+    facts = json.loads(ok(xmlc("data", "info", made, "--json")))
+    assert facts["test"]["seen_in_training"] == 0
+    table = ok(xmlc("data", "filter", made))
+    assert table.splitlines()[1].startswith(f"{made / 'filter_labels_test.txt'}: ")
+
+
 def test_no_summary_of_a_verb_is_cut(xmlc: Xmlc) -> None:
     for arguments in (["--help"], ["data", "--help"]):
         commands = ok(xmlc(*arguments)).partition("Commands:")[2]

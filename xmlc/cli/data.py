@@ -11,6 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from xmlc.data import IndexBase
+    from xmlc.data.self_labels import By
     from xmlc.data.writer import Format
 
 _FORMATS = ("xmc", "matrix", "npz", "lf")  # those of xmlc.data.writer, which would import NumPy for --help
@@ -128,13 +129,79 @@ def convert(data: str, target: Path, layout: Format, without: tuple[str, ...], b
     """Write DATA, a folder or the name of a known data set, as a new folder TARGET in another format.
 
     Formats: xmc (XMC text), matrix (sparse-matrix text), npz (SciPy and NumPy files), lf (LF raw text). A
-    part that the format cannot hold is refused unless left out by --without. TARGET appears whole, after it was
-    read back and found equal.
+    part that the format cannot hold is refused unless left out by --without. TARGET appears whole, after it
+    was read back and found equal.
     """
     from xmlc.data.convert import convert
 
     convert(data, target, layout, base, without)
     click.echo(str(target))
+
+
+@command.command(name="split", short_help="Cut a test split, fair to rare labels, groups kept whole.")
+@click.argument("data")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--test", "fraction", default=0.2, show_default=True, type=float, help="Share of test instances."
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Same seed, same split.")
+@click.option(
+    "--groups",
+    type=click.Path(path_type=Path),
+    help="File with a group's name for each instance, one per line; a group stays on one side.",
+)
+@click.option("--identical", is_flag=True, help="Keep instances of the same text or features on one side.")
+@click.option("--pool", is_flag=True, help="Split training and test together, where there is a test split.")
+@click.option("--to", "layout", type=click.Choice(_FORMATS), help="Format to write.  [default: that of DATA]")
+def split(
+    data: str,
+    target: Path,
+    fraction: float,
+    seed: int,
+    groups: Path | None,
+    identical: bool,
+    pool: bool,
+    layout: Format | None,
+) -> None:
+    """Write DATA, a folder or the name of a known data set, as a new folder TARGET with a test split.
+
+    Every label's instances are shared out in the proportion of the splits, rare labels first; a label keeps
+    at least one training instance. train_rows.txt and test_rows.txt say which row of DATA each instance was.
+    """
+    from xmlc.data.split import split_dataset
+
+    split_dataset(
+        data,
+        target,
+        fraction=fraction,
+        seed=seed,
+        groups=groups,
+        identical=identical,
+        pool=pool,
+        layout=layout,
+    )
+    click.echo(str(target))
+
+
+@command.command(name="filter", short_help="Make the filter files of a data set whose instances are labels.")
+@click.argument("data")
+@click.option(
+    "--by",
+    default="text",
+    show_default=True,
+    type=click.Choice(["text", "uid", "ids"]),
+    help="What is equal in an instance and its own label.",
+)
+def make_filters(data: str, by: By) -> None:
+    """Write filter_labels_train.txt and filter_labels_test.txt into DATA: each instance and its own label.
+
+    By text: equal texts (or the label's name, where labels have no text). By uid: equal "uid" of LF raw text.
+    By ids: equal lines of trn_ids.txt, tst_ids.txt and lbl_ids.txt in DATA.
+    """
+    from xmlc.data.self_labels import write_filters
+
+    for path, pairs in write_filters(data, by).items():
+        click.echo(f"{path}: {pairs} pairs")
 
 
 def _print(values: dict[str, object], indent: str) -> None:

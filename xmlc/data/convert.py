@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -67,9 +68,14 @@ def read_source(folder: Path, scratch: Path, base: IndexBase) -> tuple[Dataset, 
 
 
 def write_folder(
-    dataset: Dataset, card: cards.Card | None, target: Path, layout: Format, scratch: Path
+    dataset: Dataset,
+    card: cards.Card | None,
+    target: Path,
+    layout: Format,
+    scratch: Path,
+    extra: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write a data set, and its card if it has one, as a new folder, and read it back.
+    """Write a data set, its card if it has one, and extra files as a new folder, and read it back.
 
     Raises:
         DataError: As `convert`.
@@ -78,6 +84,8 @@ def write_folder(
         write_dataset(dataset, fresh, layout)
         if card is not None:
             _write_card(card, dataset, fresh)
+        for name, text in extra.items():
+            (fresh / name).write_text(text, encoding="utf-8")
         found = content_fingerprint(read_folder(fresh, scratch))
         wanted = content_fingerprint(dataset)
         if found != wanted:
@@ -112,6 +120,28 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise DataError(
             f"{target}: must be writable and have room, found: {error.strerror} ({error.filename}); choose "
             "another place"
+        ) from None
+
+
+def new_file(path: Path, lines: Iterable[str]) -> None:
+    """Write a file of lines that appears whole and on disk.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        try:
+            with fresh.open("w", encoding="utf-8", newline="\n") as file:
+                file.writelines(f"{line}\n" for line in lines)
+            _sync(fresh)
+            fresh.rename(path)
+            _sync(path.parent)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{path}: must be writable and have room, found: {error.strerror}; check its folder"
         ) from None
 
 

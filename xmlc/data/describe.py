@@ -94,12 +94,13 @@ def _empty_rows(offsets: Int64) -> int:
 
 def _contents(split: Split) -> Iterator[bytes]:
     """Yield a digest of every instance that has a text or features."""
-    for content in _row_bytes(split):
+    for content in row_bytes(split):
         if content:
             yield hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _row_bytes(split: Split) -> Iterator[bytes]:
+def row_bytes(split: Split) -> Iterator[bytes]:
+    """Yield what every instance is, its text or its features; two are equal where these bytes are."""
     if split.texts is not None:
         yield from split.texts.blobs()
     elif isinstance(split.features, CsrRows):

@@ -85,6 +85,15 @@ def read_split(path: Path, label_count: int, scratch: Scratch, reading: Reading)
     return Split(labels, texts=texts.finish())
 
 
+def read_uids(path: Path) -> list[str]:
+    """Return the ``uid`` of every line.
+
+    Raises:
+        DataError: A line is malformed, or holds no uid.
+    """
+    return list(_parsed(path, lambda record, where: _string(record, "uid", where), "", Reading()))
+
+
 def _parsed(
     path: Path, parse: Callable[[dict[str, Any], str], _Parsed], empty: _Parsed, reading: Reading
 ) -> Iterator[_Parsed]:
