@@ -4,8 +4,10 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "../cpu/ops.h"
+#include "../cpu/sparse_text.h"
 #include "../cpu/workspace.h"
 
 namespace py = pybind11;
@@ -98,6 +100,48 @@ PYBIND11_MODULE(_cpu, m) {
   m.attr("HUGE_PAGE") = cpu::kHugePage;
   m.def("prefer_huge_pages",
         [](Address base, std::int64_t bytes) { cpu::prefer_huge_pages(at<void>(base), bytes); });
+
+  py::class_<cpu::TextProgress>(m, "TextProgress")
+      .def(py::init<>())
+      .def_readwrite("at", &cpu::TextProgress::at)
+      .def_readwrite("lines", &cpu::TextProgress::lines)
+      .def_readwrite("pairs", &cpu::TextProgress::pairs)
+      .def_readwrite("labels", &cpu::TextProgress::labels)
+      .def_readwrite("unordered", &cpu::TextProgress::unordered);
+  m.def(
+      "parse_sparse_text",
+      [](const py::bytes& text, std::int64_t columns, std::int64_t first_column, std::int64_t labels,
+         std::int64_t first_label, Address offsets, Address indices, Address values, Address label_offsets,
+         Address label_indices, cpu::TextProgress& progress) {
+        const std::string_view view = text;
+        const cpu::SparseText lines{view.data(),
+                                    view.data() + view.size(),
+                                    columns,
+                                    first_column,
+                                    labels,
+                                    first_label,
+                                    at<std::int64_t>(offsets),
+                                    at<std::int32_t>(indices),
+                                    at<float>(values),
+                                    at<std::int64_t>(label_offsets),
+                                    at<std::int32_t>(label_indices)};
+        py::gil_scoped_release release;
+        cpu::parse_sparse_text(lines, progress);
+      },
+      py::kw_only(), py::arg("text"), py::arg("columns"), py::arg("first_column"), py::arg("labels"),
+      py::arg("first_label"), py::arg("offsets"), py::arg("indices"), py::arg("values"),
+      py::arg("label_offsets"), py::arg("label_indices"), py::arg("progress"));
+  m.def(
+      "parse_index_pairs",
+      [](const py::bytes& text, std::int64_t rows, std::int64_t first_row, std::int64_t columns,
+         std::int64_t first_column, Address pairs, cpu::TextProgress& progress) {
+        const std::string_view view = text;
+        py::gil_scoped_release release;
+        cpu::parse_index_pairs(view.data(), view.data() + view.size(), rows, first_row, columns, first_column,
+                               at<std::int64_t>(pairs), progress);
+      },
+      py::kw_only(), py::arg("text"), py::arg("rows"), py::arg("first_row"), py::arg("columns"),
+      py::arg("first_column"), py::arg("pairs"), py::arg("progress"));
 
   py::class_<Layer>(m, "Layer")
       .def(py::init(&layer), py::kw_only(), py::arg("indices"), py::arg("weight"), py::arg("bias"),

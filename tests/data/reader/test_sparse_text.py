@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xmlc.data.dataset import Dataset, Split
-from xmlc.data.reader import read_folder
+from xmlc.data.reader import read_folder, sparse_text
 from xmlc.data.reader.files import Reading
-from xmlc.data.reader.sparse_text import Layout, _parse_block, _parse_lines, read_pairs
+from xmlc.data.reader.sparse_text import Layout, _parse_block, _parse_line, read_pairs
 from xmlc.data.reader.spool import Scratch
 from xmlc.data.reader.xmc import read_xmc_split
 from xmlc.data.rows import CsrRows
@@ -156,6 +156,15 @@ def test_indices_of_many_digits_are_exact(write: Write, scratch: Scratch) -> Non
     assert split.features.indices.tolist() == [256, 1234567890]
 
 
+class Noting(Reading):
+    def __init__(self, refused: list[str]) -> None:
+        super().__init__()
+        self._refused = refused
+
+    def refuse(self, error: DataError) -> None:
+        self._refused.append(str(error))
+
+
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -233,28 +242,55 @@ fragments = st.sampled_from(
 def test_both_parsers_agree_on_any_lines(lines: list[bytes], labelled: bool) -> None:
     body = b"".join(line + b"\n" for line in lines)
     layout = Layout(Path("f"), len(lines), 20, 20 if labelled else None)
-    fast = _parse_block(body, layout)
-    if fast is None:
-        return
-    slow = _parse_lines(body, 2, layout, Reading())
-    for ours, theirs in zip(fast, slow, strict=True):
-        if ours is None or theirs is None:
-            assert ours is theirs is None
-            continue
-        np.testing.assert_array_equal(ours.offsets, theirs.offsets)
-        np.testing.assert_array_equal(ours.indices, theirs.indices)
-        np.testing.assert_array_equal(ours.values, theirs.values)
+    refused: list[str] = []
+    reading = Noting(refused)
+    features, label_rows, _ = _parse_block(body, 2, layout, reading)
+    for number, line in enumerate(lines):
+        try:
+            expected = _parse_line(line, f"f:{number + 2}", layout)
+        except DataError as error:
+            assert refused.pop(0) == str(error)
+            expected = ([], [], [])
+        start, end = features.offsets[number : number + 2]
+        assert features.values is not None
+        np.testing.assert_array_equal(features.indices[start:end], expected[1])
+        np.testing.assert_array_equal(features.values[start:end], np.array(expected[2], np.float32))
+        if label_rows is not None:
+            start, end = label_rows.offsets[number : number + 2]
+            np.testing.assert_array_equal(label_rows.indices[start:end], expected[0])
+    assert not refused
+
+
+decimal_texts = st.from_regex(
+    r"[+-]?([0-9]{1,22}\.?[0-9]{0,22}|\.[0-9]{1,22})([eE][+-]?[0-9]{1,3})?", fullmatch=True
+)
+
+
+@given(st.lists(decimal_texts, min_size=1, max_size=20))
+@settings(max_examples=400)
+def test_numbers_are_rounded_to_double_and_then_to_float(texts: list[str]) -> None:
+    refused: list[str] = []
+    layout = Layout(Path("f"), len(texts), 1, None)
+    body = "".join(f"0:{text}\n" for text in texts).encode()
+    features, _, _ = _parse_block(body, 2, layout, Noting(refused))
+    with np.errstate(over="ignore"):
+        expected = np.array([float(text) for text in texts], np.float64).astype(np.float32)
+    assert len(refused) == np.count_nonzero(~np.isfinite(expected))
+    assert features.values is not None
+    assert features.values.tobytes() == expected[np.isfinite(expected)].tobytes()
 
 
 @given(problems())
-def test_the_fast_parser_takes_all_plain_lines(problem: tuple[np.ndarray, np.ndarray]) -> None:
+def test_plain_lines_never_need_the_slow_parser(problem: tuple[np.ndarray, np.ndarray]) -> None:
     features, labels = problem
     body = "".join(
         ",".join(map(str, np.flatnonzero(truth))) + " " + pairs(row) + "\n"
         for truth, row in zip(labels, features, strict=True)
     )
     layout = Layout(Path("f"), len(features), features.shape[1], labels.shape[1])
-    assert _parse_block(body.encode(), layout) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_text, "_parse_line", None)
+        _parse_block(body.encode(), 2, layout, Reading())
 
 
 def test_filter_pairs_are_sorted_and_merged(write: Write) -> None:

@@ -1,41 +1,29 @@
 """Lines of ``index:value`` pairs, with or without a leading label field, and filter pairs.
 
-Two parsers read the same language. `_parse_block` takes many lines at once by array operations and gives up
-on anything that is not plainly right; `_parse_line` takes one line and says what is wrong with it. Whatever
-the first gives up on, the second reads, so that every error names its line and clean data is fast.
+Two parsers read the same language. The native one (``cuda_ext/cpu/sparse_text.cpp``) takes many lines at
+once and stops at a line that is not plainly right; `_parse_line` reads that line and says what is wrong with it,
+if anything is. So every error names its line, and clean data is fast.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xmlc.data.reader.files import IndexBase, Reading, line_blocks, shorten
 from xmlc.data.reader.spool import RowsSpool, Scratch
 from xmlc.data.rows import CsrRows, Int64
 from xmlc.errors import DataError
+from xmlc.native import cpu
 
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_LONGEST_INTEGER = 10  # digits: all of int32, and far from the end of int64
+_LONGEST_COUNT = 10  # digits of INT32_MAX
 INT32_MAX = 2**31 - 1
-
-
-def _byte_set(members: bytes) -> NDArray[np.bool_]:
-    table = np.zeros(256, np.bool_)
-    table[list(members)] = True
-    return table
-
-
-_BLANK = _byte_set(b" \t\r\n\v\f")
-_NUMERIC_OR_BLANK = _BLANK | _byte_set(b"0123456789+-.eE")
-_NEWLINE, _COLON, _COMMA, _ZERO = b"\n:,0"
 
 
 @dataclass(frozen=True)
@@ -90,17 +78,17 @@ def read_rows(layout: Layout, scratch: Scratch, reading: Reading) -> tuple[CsrRo
         body = _without_surplus(layout, body, body_line, layout.rows - features.rows)
         if not body:
             continue
-        feature_part, label_part = _parse_block(body, layout) or _parse_lines(
-            body, body_line, layout, reading
-        )
-        feature_part, repeats = _canonical(feature_part)
-        for error in _overflows(feature_part, str(layout.path), body_line):
-            reading.refuse(error)
-        reading.features += repeats
+        feature_part, label_part, ascending = _parse_block(body, body_line, layout, reading)
+        if not ascending:
+            feature_part, repeats = _canonical(feature_part)
+            for error in _overflows(feature_part, str(layout.path), body_line):
+                reading.refuse(error)
+            reading.features += repeats
         features.append(feature_part)
         if label_part is not None:
-            label_part, repeats = _canonical(label_part)
-            reading.labels += repeats
+            if not ascending:
+                label_part, repeats = _canonical(label_part)
+                reading.labels += repeats
             labels.append(label_part)
     if features.rows < layout.rows:
         raise DataError(
@@ -137,7 +125,7 @@ def parse_features(
         if not colon or not index or not value:
             raise DataError(f"{where}: a {noun} must be {form}, found {shorten(token)}; correct the line")
         indices.append(_parse_index(where, f"a {noun} index", index, columns, first))
-        if not _NUMBER.fullmatch(value) or _finite_float32(np.array([float(value)])) is None:
+        if not _NUMBER.fullmatch(value) or not _is_finite_float32(float(value)):
             raise DataError(
                 f"{where}: a value must be a number finite in float32, found {shorten(token)}; "
                 "correct or remove it"
@@ -198,15 +186,41 @@ def pair_array(path: Path, instances: int, labels: int, reading: Reading) -> Int
     """
     blocks = [np.empty((2, 0), np.int64)]
     for line, block in line_blocks(path):
-        pairs = _parse_pair_block(block, instances, labels, reading.base)
-        blocks.append(
-            _parse_pair_lines(path, block, line, instances, labels, reading) if pairs is None else pairs
-        )
+        blocks.append(_parse_pairs(path, block, line, instances, labels, reading))
     return np.concatenate(blocks, axis=1)
 
 
+def _parse_pairs(path: Path, block: bytes, line: int, instances: int, labels: int, reading: Reading) -> Int64:
+    lines = block.count(b"\n")
+    pairs = np.empty((lines, 2), np.int64)
+    progress = cpu.TextProgress()
+    while True:
+        cpu.parse_index_pairs(
+            text=block,
+            rows=instances,
+            first_row=reading.base.instances,
+            columns=labels,
+            first_column=reading.base.labels,
+            pairs=pairs.ctypes.data,
+            progress=progress,
+        )
+        if progress.lines == lines:
+            return pairs[: progress.pairs].T
+        end = block.index(b"\n", progress.at)
+        where = f"{path}:{line + progress.lines}"
+        try:
+            pairs[progress.pairs] = _parse_pair(
+                block[progress.at : end], where, instances, labels, reading.base
+            )
+            progress.pairs += 1
+        except DataError as error:
+            reading.refuse(error)
+        progress.lines += 1
+        progress.at = end + 1
+
+
 def _is_count(field: bytes) -> bool:
-    return field.isdigit() and len(field) <= _LONGEST_INTEGER and int(field) <= INT32_MAX
+    return field.isdigit() and len(field) <= _LONGEST_COUNT and int(field) <= INT32_MAX
 
 
 def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> bytes:
@@ -223,126 +237,74 @@ def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> b
     return b"".join(text + b"\n" for text in split[:expected])
 
 
-def _parse_block(block: bytes, layout: Layout) -> tuple[CsrRows, CsrRows | None] | None:
-    """Parse whole lines at once; None for anything that is not plainly right."""
-    text = np.frombuffer(block, np.uint8)
-    starts, ends = _tokens(text)
-    line_ends = np.flatnonzero(text == _NEWLINE)
-    colons = np.flatnonzero(text == _COLON)
-
-    label_rows = None
-    if layout.labels is not None:
-        first = np.flatnonzero((starts == 0) | (text[starts - 1] == _NEWLINE))
-        no_colon = np.searchsorted(colons, starts[first]) == np.searchsorted(colons, ends[first])
-        is_field = np.zeros(len(starts), np.bool_)
-        is_field[first[no_colon]] = True
-        label_rows = _parse_label_fields(
-            text, starts[is_field], ends[is_field], line_ends, layout.labels, layout.base.labels
+def _parse_block(
+    body: bytes, line: int, layout: Layout, reading: Reading
+) -> tuple[CsrRows, CsrRows | None, bool]:
+    """Parse whole lines; return also whether the columns and labels of each ascend strictly."""
+    lines = body.count(b"\n")
+    labelled = layout.labels is not None
+    offsets, label_offsets = np.zeros((2, lines + 1), np.int64)
+    # As much as can stand in so many bytes; what is not touched takes no memory.
+    indices, values = np.empty(len(body) // 4 + 1, np.int32), np.empty(len(body) // 4 + 1, np.float32)
+    labels = np.empty(len(body) // 2 + 1 if labelled else 0, np.int32)
+    progress = cpu.TextProgress()
+    ascending = True
+    while True:
+        cpu.parse_sparse_text(
+            text=body,
+            columns=layout.columns,
+            first_column=layout.first_column,
+            labels=-1 if layout.labels is None else layout.labels,
+            first_label=layout.base.labels,
+            offsets=offsets.ctypes.data,
+            indices=indices.ctypes.data,
+            values=values.ctypes.data,
+            label_offsets=label_offsets.ctypes.data,
+            label_indices=labels.ctypes.data,
+            progress=progress,
         )
-        if label_rows is None:
-            return None
-        starts, ends = starts[~is_field], ends[~is_field]
-
-    # As many tokens as colons, and each colon strictly inside its token: one colon in every token.
-    if len(starts) != len(colons) or not ((starts < colons) & (colons < ends - 1)).all():
-        return None
-    indices = _parse_integers(text, starts, colons, layout.columns, layout.first_column)
-    values = _parse_values(text, colons + 1, ends)
-    if indices is None or values is None:
-        return None
-    return CsrRows(_offsets_of(starts, line_ends), indices, values, layout.columns), label_rows
-
-
-def _tokens(text: NDArray[np.uint8]) -> tuple[Int64, Int64]:
-    """Return start and end of every run of non-blank bytes; the text ends with a newline."""
-    filled = np.zeros(len(text) + 1, np.bool_)
-    np.logical_not(_BLANK[text], out=filled[1:])
-    edges = np.flatnonzero(filled[1:] != filled[:-1])
-    return edges[::2], edges[1::2]
-
-
-def _offsets_of(starts: Int64, line_ends: Int64) -> Int64:
-    return np.concatenate(([0], np.searchsorted(starts, line_ends)))
-
-
-def _parse_label_fields(
-    text: NDArray[np.uint8], starts: Int64, ends: Int64, line_ends: Int64, labels: int, base: int
-) -> CsrRows | None:
-    """Parse the comma-separated fields [start, end), at most one of them in a line."""
-    commas = np.flatnonzero(text == _COMMA)
-    if (np.searchsorted(commas, ends) - np.searchsorted(commas, starts)).sum() != len(commas):
-        return None
-    starts = np.sort(np.concatenate((starts, commas + 1)))
-    ends = np.sort(np.concatenate((ends, commas)))
-    indices = _parse_integers(text, starts, ends, labels, base)
-    return None if indices is None else CsrRows(_offsets_of(starts, line_ends), indices, None, labels)
-
-
-def _parse_integers(text: NDArray[np.uint8], starts: Int64, ends: Int64, limit: int, first: int) -> Any:
-    """Parse [start, end) less ``first`` as int32 [token] in [0, limit); None where one is anything else."""
-    lengths = ends - starts
-    if not len(lengths):
-        return np.empty(0, np.int32)
-    if lengths.min() < 1 or lengths.max() > _LONGEST_INTEGER:
-        return None
-    numbers = np.zeros(len(starts), np.int64)
-    for place in range(int(lengths.max())):
-        digits = text[np.maximum(ends - 1 - place, starts)] - np.uint8(_ZERO)
-        if (digits > 9).any():
-            return None
-        # int64 first: NumPy 1 would multiply in the digits' uint8.
-        numbers += np.where(place < lengths, digits.astype(np.int64) * 10**place, 0)
-    numbers -= first
-    return numbers.astype(np.int32) if numbers.min() >= 0 and numbers.max() < limit else None
-
-
-def _parse_values(text: NDArray[np.uint8], starts: Int64, ends: Int64) -> Any:
-    """Parse [start, end) as finite float32 [token]; None where one is anything else."""
-    if not len(starts):
-        return np.empty(0, np.float32)
-    steps = np.zeros(len(text) + 1, np.int8)
-    steps[starts] = 1
-    steps[ends + 1] = -1  # each token with the blank after it
-    tokens = text[np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)]
-    if not _NUMERIC_OR_BLANK[tokens].all():
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # how NumPy up to 2.2 refuses text
-        try:
-            values = np.fromstring(tokens.tobytes(), sep=" ")
-        except (ValueError, DeprecationWarning):
-            return None
-    # A token can hold two numbers for this parser ("1.5.5") but never none, so equal counts mean one each.
-    return _finite_float32(values) if len(values) == len(starts) else None
-
-
-def _finite_float32(values: NDArray[np.float64]) -> Any:
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    return narrow if np.isfinite(narrow).all() else None
-
-
-def _parse_lines(body: bytes, line: int, layout: Layout, reading: Reading) -> tuple[CsrRows, CsrRows | None]:
-    """Parse line by line."""
-    label_counts, labels = [0], list[int]()
-    counts, indices, values = [0], list[int](), list[float]()
-    for number, raw in enumerate(body[:-1].split(b"\n"), line):
-        try:
-            line_labels, line_indices, line_values = _parse_line(raw, f"{layout.path}:{number}", layout)
-        except DataError as error:
-            reading.refuse(error)
-        else:
-            labels += line_labels
-            indices += line_indices
-            values += line_values
-        label_counts.append(len(labels))
-        counts.append(len(indices))
-    features = CsrRows(
-        np.array(counts), np.array(indices, np.int32), np.array(values, np.float32), layout.columns
-    )
+        if progress.lines == lines:
+            break
+        end = body.index(b"\n", progress.at)
+        where = f"{layout.path}:{line + progress.lines}"
+        line_labels, line_indices, line_values = _parse_or_refuse(
+            body[progress.at : end], where, layout, reading
+        )
+        labels[progress.labels : progress.labels + len(line_labels)] = line_labels
+        indices[progress.pairs : progress.pairs + len(line_indices)] = line_indices
+        values[progress.pairs : progress.pairs + len(line_values)] = line_values
+        ascending &= _ascends(line_labels) and _ascends(line_indices)
+        progress.labels += len(line_labels)
+        progress.pairs += len(line_indices)
+        progress.lines += 1
+        progress.at = end + 1
+        offsets[progress.lines] = progress.pairs
+        label_offsets[progress.lines] = progress.labels
+    pairs = slice(progress.pairs)
+    features = CsrRows(offsets, indices[pairs], values[pairs], layout.columns)
+    ascending &= not progress.unordered
     if layout.labels is None:
-        return features, None
-    return features, CsrRows(np.array(label_counts), np.array(labels, np.int32), None, layout.labels)
+        return features, None, ascending
+    return features, CsrRows(label_offsets, labels[: progress.labels], None, layout.labels), ascending
+
+
+def _ascends(indices: list[int]) -> bool:
+    return all(first < second for first, second in pairwise(indices))
+
+
+def _parse_or_refuse(
+    raw: bytes, where: str, layout: Layout, reading: Reading
+) -> tuple[list[int], list[int], list[float]]:
+    try:
+        return _parse_line(raw, where, layout)
+    except DataError as error:
+        reading.refuse(error)
+        return [], [], []
+
+
+def _is_finite_float32(value: float) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(np.float32(value)))
 
 
 def _parse_line(raw: bytes, where: str, layout: Layout) -> tuple[list[int], list[int], list[float]]:
@@ -379,30 +341,6 @@ def _parse_index(where: str, what: str, digits: bytes, limit: int, first: int) -
             "line"
         )
     return int(digits) - first
-
-
-def _parse_pair_block(block: bytes, instances: int, labels: int, base: IndexBase) -> Int64 | None:
-    text = np.frombuffer(block, np.uint8)
-    starts, ends = _tokens(text)
-    counts = np.diff(_offsets_of(starts, np.flatnonzero(text == _NEWLINE)))
-    if not ((counts == 0) | (counts == 2)).all():
-        return None
-    rows = _parse_integers(text, starts[::2], ends[::2], instances, base.instances)
-    columns = _parse_integers(text, starts[1::2], ends[1::2], labels, base.labels)
-    return None if rows is None or columns is None else np.array([rows, columns], np.int64)
-
-
-def _parse_pair_lines(
-    path: Path, block: bytes, line: int, instances: int, labels: int, reading: Reading
-) -> Int64:
-    pairs = []
-    for number, raw in enumerate(block[:-1].split(b"\n"), line):
-        try:
-            if raw.split():
-                pairs.append(_parse_pair(raw, f"{path}:{number}", instances, labels, reading.base))
-        except DataError as error:
-            reading.refuse(error)
-    return np.array(pairs, np.int64).reshape(-1, 2).T
 
 
 def _parse_pair(raw: bytes, where: str, instances: int, labels: int, base: IndexBase) -> tuple[int, int]:
