@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from xmlc.errors import DataError
 
 _BLOCK_BYTES = 1 << 21
 _LONGEST_LINE_BYTES = 1 << 28
+_NEWLINE = ord("\n")
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -154,7 +157,7 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 block = b"".join((*parts, chunk[:end]))
                 parts, length = [chunk[end:]], len(chunk) - end
                 yield line, block
-                line += block.count(b"\n")
+                line += line_count(block)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path}:{line}: must be a whole gzip file, found at or after this line: {error}; "
@@ -166,6 +169,11 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         ) from None
     if rest := b"".join(parts):
         yield line, rest + b"\n"
+
+
+def line_count(block: bytes) -> int:
+    """Return the number of newlines; several times as fast as ``bytes.count``."""
+    return int(np.count_nonzero(np.frombuffer(block, np.uint8) == _NEWLINE))
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:

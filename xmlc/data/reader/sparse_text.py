@@ -1,8 +1,8 @@
 """Lines of ``index:value`` pairs, with or without a leading label field, and filter pairs.
 
 Two parsers read the same language. The native one (``cuda_ext/cpu/sparse_text.cpp``) takes many lines at
-once and stops at a line that is not plainly right; `_parse_line` reads that line and says what is wrong with it,
-if anything is. So every error names its line, and clean data is fast.
+once and stops at a line that is not plainly right; `_parse_line` reads that line and says what is wrong
+with it, if anything is. So every error names its line, and clean data is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xmlc.data.reader.files import IndexBase, Reading, line_blocks, shorten
+from xmlc.data.reader.files import IndexBase, Reading, line_blocks, line_count, shorten
 from xmlc.data.reader.spool import RowsSpool, Scratch
 from xmlc.data.rows import CsrRows, Int64
 from xmlc.errors import DataError
@@ -191,7 +191,7 @@ def pair_array(path: Path, instances: int, labels: int, reading: Reading) -> Int
 
 
 def _parse_pairs(path: Path, block: bytes, line: int, instances: int, labels: int, reading: Reading) -> Int64:
-    lines = block.count(b"\n")
+    lines = line_count(block)
     pairs = np.empty((lines, 2), np.int64)
     progress = cpu.TextProgress()
     while True:
@@ -225,7 +225,7 @@ def _is_count(field: bytes) -> bool:
 
 def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> bytes:
     """Cut the lines beyond the ``expected`` ones, which must be blank."""
-    if body.count(b"\n") <= expected:
+    if line_count(body) <= expected:
         return body
     split = body.split(b"\n")
     for number, text in enumerate(split[expected:], line + expected):
@@ -241,7 +241,7 @@ def _parse_block(
     body: bytes, line: int, layout: Layout, reading: Reading
 ) -> tuple[CsrRows, CsrRows | None, bool]:
     """Parse whole lines; return also whether the columns and labels of each ascend strictly."""
-    lines = body.count(b"\n")
+    lines = line_count(body)
     labelled = layout.labels is not None
     offsets, label_offsets = np.zeros((2, lines + 1), np.int64)
     # As much as can stand in so many bytes; what is not touched takes no memory.
