@@ -14,7 +14,7 @@ import numpy as np
 
 from xmlc.errors import DataError
 
-_BLOCK_BYTES = 1 << 21
+_BLOCK_BYTES = 1 << 19  # what is made of a block stays in the second-level cache
 _LONGEST_LINE_BYTES = 1 << 28
 _NEWLINE = ord("\n")
 
