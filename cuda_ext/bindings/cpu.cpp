@@ -148,6 +148,14 @@ PYBIND11_MODULE(_cpu, m) {
            py::arg("indices_dtype"), py::arg("weight_dtype"), py::arg("input"), py::arg("label"),
            py::arg("group_size"), py::arg("fan_in"));
 
+  py::class_<LogitOffsets>(m, "LogitOffsets")
+      .def(py::init([](Address label, Address instance, Address value, Address gradient, std::int64_t entry) {
+             return LogitOffsets{at<const std::int32_t>(label), at<const std::int32_t>(instance),
+                                 at<const float>(value), at<float>(gradient), entry};
+           }),
+           py::kw_only(), py::arg("label"), py::arg("instance"), py::arg("value"), py::arg("gradient"),
+           py::arg("entry"));
+
   m.def(
       "sparse_linear",
       [](const Layer& layer, Address features, Address logits, std::int64_t batch, int threads,
@@ -189,7 +197,7 @@ PYBIND11_MODULE(_cpu, m) {
          const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum,
          double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
          Address weight_second, Address bias_first, Address bias_second, std::uint64_t seed, Address loss_sum,
-         int threads, Address workspace) {
+         const LogitOffsets& offsets, int threads, Address workspace) {
         const FusedStepArguments a{
             layer,
             at<const float>(features),
@@ -212,7 +220,8 @@ PYBIND11_MODULE(_cpu, m) {
             at<float>(bias_first),
             at<float>(bias_second),
             make_key(seed, static_cast<std::uint64_t>(step), Purpose::kRounding),
-            at<double>(loss_sum)};
+            at<double>(loss_sum),
+            offsets};
         py::gil_scoped_release release;
         return cpu::fused_step(a, threads, at<void>(workspace));
       },
@@ -222,18 +231,18 @@ PYBIND11_MODULE(_cpu, m) {
       py::arg("gradient_cutoff"), py::arg("optimizer"), py::arg("learning_rate"), py::arg("weight_decay"),
       py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"),
       py::arg("weight_first"), py::arg("weight_second"), py::arg("bias_first"), py::arg("bias_second"),
-      py::arg("seed"), py::arg("loss_sum"), py::arg("threads"), py::arg("workspace"));
+      py::arg("seed"), py::arg("loss_sum"), py::arg("offsets"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "top_labels",
       [](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,
-         std::int64_t k, int threads, Address workspace) {
+         std::int64_t k, const LogitOffsets& offsets, int threads, Address workspace) {
         const TopLabelsArguments a{
-            layer, at<const float>(features), at<float>(scores), at<std::int64_t>(labels), batch, k};
+            layer, at<const float>(features), at<float>(scores), at<std::int64_t>(labels), batch, k, offsets};
         py::gil_scoped_release release;
         return cpu::top_labels(a, threads, at<void>(workspace));
       },
       py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("scores"), py::arg("labels"),
-      py::arg("batch"), py::arg("k"), py::arg("threads"), py::arg("workspace"));
+      py::arg("batch"), py::arg("k"), py::arg("offsets"), py::arg("threads"), py::arg("workspace"));
   m.def(
       "redistribute",
       [](const Layer& layer, Address state0, Address state1, bool by_threshold, bool within_group,

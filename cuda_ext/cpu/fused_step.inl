@@ -8,40 +8,17 @@
 #include <cmath>
 
 #include "gather.h"
+#include "pairs.h"
 #include "xmlc/rounding.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
 
-// The positives of one tile, read in the rising order of labels: like a merge, each pair once.
+// The positives of one tile.
 template <int kVectors>
-struct Positives {
-  const FusedStepArguments& a;
-  std::int64_t first_instance;
-  std::int64_t pair;  // next pair
-
-  Positives(const FusedStepArguments& arguments, std::int64_t instance, std::int64_t label)
-      : a(arguments), first_instance(instance) {
-    std::int64_t low = 0, high = a.pair;  // binary search for the label's first pair
-    while (low < high) {
-      const std::int64_t middle = (low + high) / 2;
-      if (a.pair_label[middle] < label)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    pair = low;
-  }
-
-  // Calls visit(lane, pair) for the label's positives in this tile.
-  template <class Visit>
-  XMLC_INLINE void for_label(std::int64_t label, const Visit& visit) {
-    while (pair < a.pair && a.pair_label[pair] < label) ++pair;
-    for (; pair < a.pair && a.pair_label[pair] == label; ++pair) {
-      const std::int64_t lane = a.pair_instance[pair] - first_instance;
-      if (lane >= 0 && lane < kVectors * kLanes) visit(lane, pair);
-    }
-  }
+struct Positives : TilePairs {
+  Positives(const FusedStepArguments& a, std::int64_t first_instance, std::int64_t first_label)
+      : TilePairs(a.pair_label, a.pair_instance, a.pair, first_instance, kVectors * kLanes, first_label) {}
 
   // Targets +-1 of one label; false if it has no positive in this tile.
   XMLC_INLINE bool read(std::int64_t label, float (&target)[kVectors * kLanes]) {
@@ -64,6 +41,7 @@ struct FusedTilePass {
   float* logits;                   // of the block, gathered by strips; then their gradients. Null otherwise
   std::int64_t tile, first_label;  // first label of the block
   Positives<kVectors> positives;
+  TileOffsets<kVectors> offsets;
   Float scale[kVectors] = {};  // the factor on loss and gradient; zero beyond the batch
   Float cutoff = Float(0.0f);
   Float loss = Float(0.0f);
@@ -122,6 +100,8 @@ struct FusedTilePass {
   void run(std::int64_t group, std::int64_t label) {
     Float logit[kLabels][kVectors];
     const float* weight = gather(a.layer, group, label, features(), rows, logits, first_label, logit);
+    const std::int64_t first_offset = offsets.pairs.next;
+    offsets.add(label, logit);
 
     Float gradient[kLabels][kVectors];
     Float bias_gradient[kLabels];
@@ -135,6 +115,7 @@ struct FusedTilePass {
       });
       bias_gradient[r] = sum;
     }
+    offsets.leave_gradients(first_offset, label, gradient, active);
     const std::int64_t slot = slot_of(label);
     for (int r = 0; r < kLabels; ++r) scratch.active[slot + r] = active;
     if (active)
@@ -200,7 +181,8 @@ void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, int
                                gather_block(a, scratch, thread, block, tile),
                                tile,
                                first_label,
-                               Positives<kVectors>(a, first_instance, first_label)};
+                               Positives<kVectors>(a, first_instance, first_label),
+                               TileOffsets<kVectors>(a.offsets, first_instance, first_label)};
   pass.cutoff = Float(a.gradient_cutoff * a.scale);
   for (int v = 0; v < kVectors; ++v) {
     float factor[kLanes];
@@ -236,6 +218,7 @@ struct NormaliserPass {
   const float* logits;  // of the block, gathered by strips; null otherwise
   std::int64_t tile, first_label;
   Positives<kVectors> positives;
+  TileOffsets<kVectors> offsets;
   Float reference[kVectors], sum[kVectors];
 
   // Adds the sums to the totals in float64.
@@ -266,6 +249,7 @@ struct NormaliserPass {
     Float logit[kLabels][kVectors];
     gather(a.layer, group, label, scratch.features + tile * scratch.tiling.input * scratch.tiling.width, rows,
            logits, first_label, logit);
+    offsets.add(label, logit);
     for (int r = 0; r < kLabels; ++r) {
       positives.for_label(label + r, [&](std::int64_t lane, std::int64_t pair) {
         float lanes[kLanes];
@@ -297,6 +281,7 @@ void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratc
                                 tile,
                                 first_label,
                                 Positives<kVectors>(a, first, first_label),
+                                TileOffsets<kVectors>(a.offsets, first, first_label),
                                 {},
                                 {}};
   for (int v = 0; v < kVectors; ++v) {

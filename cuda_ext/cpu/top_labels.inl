@@ -2,6 +2,7 @@
 // its logit beats the worst of them in some lane. Labels come in rising order and only a strictly larger
 // logit replaces, so ties stay with the lowest label.
 #include "gather.h"
+#include "pairs.h"
 
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
@@ -28,12 +29,14 @@ struct TopLabelsPass {
   const TopScratch& scratch;
   const float* features;           // of the tile
   std::int64_t tile, first_label;  // first label of the block
-  Float worst[kVectors];           // the k-th best logit of each lane
+  TileOffsets<kVectors> offsets;
+  Float worst[kVectors];  // the k-th best logit of each lane
 
   template <int kLabels>
   void run(std::int64_t group, std::int64_t label) {
     Float logit[kLabels][kVectors];
     gather(a.layer, group, label, features, scratch.rows, scratch.logits, first_label, logit);
+    offsets.add(label, logit);
     for (int r = 0; r < kLabels; ++r)
       for (int v = 0; v < kVectors; ++v)
         if (any(worst[v] < logit[r][v])) update(v, label + r, logit[r][v]);
@@ -55,6 +58,7 @@ struct TopLabelsOnePass {
   const TopLabelsArguments& a;
   const TopScratch& scratch;
   std::int64_t instance;
+  TilePairs offsets;  // of the instance
   float worst;
 
   template <int kLabels>
@@ -68,15 +72,22 @@ struct TopLabelsOnePass {
         score[r] = gather_one<chains_for(kLabels)>(features, indices, layer.fan_in, weight + r * layer.fan_in,
                                                    layer.bias[label + r]);
     });
-    for (int r = 0; r < kLabels; ++r)
+    for (int r = 0; r < kLabels; ++r) {
+      offsets.for_label(label + r,
+                        [&](std::int64_t, std::int64_t entry) { score[r] += a.offsets.value[entry]; });
       if (worst < score[r]) worst = insert(a, scratch, instance, score[r], label + r);
+    }
   }
 };
 
 void top_labels_one(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range,
                     std::int64_t instance) {
+  const std::int64_t first_label = range.first * a.layer.group_size;
+  const LogitOffsets& o = a.offsets;
   for_labels(a.layer, range,
-             TopLabelsOnePass{a, scratch, instance, scratch.scores[instance * a.k + a.k - 1]});
+             TopLabelsOnePass{a, scratch, instance,
+                              TilePairs(o.label, o.instance, o.entry, instance, 1, first_label),
+                              scratch.scores[instance * a.k + a.k - 1]});
 }
 
 void top_labels(const TopLabelsArguments& a, const TopScratch& scratch, GroupRange range, std::int64_t tile) {
@@ -84,7 +95,11 @@ void top_labels(const TopLabelsArguments& a, const TopScratch& scratch, GroupRan
   if (scratch.logits != nullptr) gather_strips(a.layer, range, scratch.strips, features, scratch.logits);
   with_width(scratch.tiling.width, [&](auto vectors) {
     constexpr int kVectors = vectors.value;
-    TopLabelsPass<kVectors> pass{a, scratch, features, tile, range.first * a.layer.group_size, {}};
+    const std::int64_t first_label = range.first * a.layer.group_size;
+    TopLabelsPass<kVectors> pass{
+        a,    scratch,     features,
+        tile, first_label, TileOffsets<kVectors>(a.offsets, tile * scratch.tiling.width, first_label),
+        {}};
     for (int v = 0; v < kVectors; ++v) {
       float bound[kLanes];
       for (int i = 0; i < kLanes; ++i)

@@ -1,12 +1,14 @@
 """The native operations, one file each. Batch is the innermost axis: [label, batch], [input, batch]."""
 
 from xmlc.ops.fused_step import LOSSES, OptimizerState, fused_step, pairs_by_label
+from xmlc.ops.logit_offsets import LogitOffsets
 from xmlc.ops.redistribute import redistribute
 from xmlc.ops.sparse_linear import dense_weight, sparse_linear, sparse_linear_reference
 from xmlc.ops.top_labels import top_labels, top_labels_reference
 
 __all__ = [
     "LOSSES",
+    "LogitOffsets",
     "OptimizerState",
     "dense_weight",
     "fused_step",

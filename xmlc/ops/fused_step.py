@@ -13,7 +13,8 @@ from torch import Tensor
 from xmlc import native
 from xmlc.config import OptimizerConfig
 from xmlc.errors import NativeError
-from xmlc.ops import checks
+from xmlc.ops import checks, logit_offsets
+from xmlc.ops.logit_offsets import LogitOffsets
 
 _NAME = "fused_step"
 
@@ -23,7 +24,8 @@ torch.library.define(
     "Tensor(b!) bias, Tensor(c!)? weight_first, Tensor(d!)? weight_second, Tensor(e!)? bias_first, "
     "Tensor(f!)? bias_second, Tensor? positive_weight, int group_size, str loss, float scale, "
     "bool share_positives, float gradient_cutoff, str optimizer, float learning_rate, float weight_decay, "
-    "float momentum, float beta1, float beta2, float eps, int step, int seed) -> (Tensor, Tensor)",
+    "float momentum, float beta1, float beta2, float eps, int step, int seed, Tensor offset_label, "
+    "Tensor offset_instance, Tensor offset_value, Tensor(g!) offset_gradient) -> (Tensor, Tensor)",
 )
 
 
@@ -99,12 +101,13 @@ def fused_step(
     gradient_cutoff: float = 0.0,
     group_size: int = 1,
     positive_weight: Tensor | None = None,
+    offsets: LogitOffsets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute loss and feature gradient of a batch, and update weight, bias and state in place.
 
     Equivalent to (with float32 sums, and without ever holding anything [label, batch])::
 
-        logits = sparse_linear(features, weight, indices, bias, group_size)
+        logits = sparse_linear(features, weight, indices, bias, group_size)    # plus the offsets
         value = scale * LOSSES[loss](logits, positive, factor).sum()
         value.backward(); optimizer.step()                  # torch.optim.SGD or AdamW, see below
 
@@ -148,6 +151,8 @@ def fused_step(
             all of them (and, within a group, for up to three neighbours that are computed together).
         group_size: 1, 16, 32 or 64.
         positive_weight: float32 [label] or None for 1.
+        offsets: Numbers to add to single logits, or None; their ``gradient`` is overwritten. Where a label
+            skips its backward work (``gradient_cutoff``), it is 0.
 
     Returns:
         The loss, float64 [], and its gradient with respect to features, float32 [input, batch].
@@ -164,6 +169,8 @@ def fused_step(
     checks.numbers(_NAME, learning_rate=learning_rate, scale=scale, gradient_cutoff=gradient_cutoff)
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
+    offsets = offsets or LogitOffsets.none()
+    checks.tensors(_NAME, **{f"offsets.{name}": value for name, value in vars(offsets).items()})
     pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)
     with torch.no_grad():
         return torch.ops.xmlc.fused_step(
@@ -192,6 +199,10 @@ def fused_step(
             optimizer.eps,
             step,
             seed,
+            offsets.label,
+            offsets.instance,
+            offsets.value,
+            offsets.gradient,
         )
 
 
@@ -290,6 +301,10 @@ def _fused_step_cpu(
     eps: float,
     step: int,
     seed: int,
+    offset_label: Tensor,
+    offset_instance: Tensor,
+    offset_value: Tensor,
+    offset_gradient: Tensor,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
@@ -309,6 +324,8 @@ def _fused_step_cpu(
     _check_pairs(pair_label, pair_instance, label, batch)
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
+    offsets = LogitOffsets(offset_label, offset_instance, offset_value, offset_gradient)
+    native_offsets = logit_offsets.checked(_NAME, offsets, label, batch)
     feature_gradient = torch.empty_like(features)
     loss_sum = torch.empty((), dtype=torch.float64)
     native.run(
@@ -340,8 +357,9 @@ def _fused_step_cpu(
         bias_second=_address(bias_second),
         seed=seed,
         loss_sum=loss_sum.data_ptr(),
+        offsets=native_offsets,
     )
-    checks.written(weight, bias, *state.tensors().values())
+    checks.written(weight, bias, offset_gradient, *state.tensors().values())
     return loss_sum, feature_gradient
 
 

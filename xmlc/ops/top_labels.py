@@ -7,25 +7,32 @@ from torch import Tensor
 
 from xmlc import native
 from xmlc.errors import NativeError
-from xmlc.ops import checks
+from xmlc.ops import checks, logit_offsets
+from xmlc.ops.logit_offsets import LogitOffsets
 from xmlc.ops.sparse_linear import sparse_linear_reference
 
 _NAME = "top_labels"
 
 torch.library.define(
     "xmlc::top_labels",
-    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size) "
-    "-> (Tensor, Tensor)",
+    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size, "
+    "Tensor offset_label, Tensor offset_instance, Tensor offset_value) -> (Tensor, Tensor)",
 )
 
 
 def top_labels(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int = 1
+    features: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    k: int,
+    group_size: int = 1,
+    offsets: LogitOffsets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each instance and their labels; ties go to the lowest label.
 
     Equivalent to sorting each column of `sparse_linear` by (falling logit, rising label) and taking the first
-    k, in memory of batch × k per thread. A logit that is NaN or -inf is never taken.
+    k, after the offsets are added, in memory of batch × k per thread. A logit that is NaN or -inf is never taken.
     Outside autograd.
 
     Args:
@@ -35,6 +42,7 @@ def top_labels(
         bias: float32 [label].
         k: Labels wanted, 1 <= k <= label.
         group_size: 1, 16, 32 or 64.
+        offsets: Numbers to add to single logits, or None; their gradient is not touched.
 
     Returns:
         Scores, float32 [batch, k], falling, and labels, int64 [batch, k]; where an instance has fewer than k
@@ -45,15 +53,34 @@ def top_labels(
     """
     checks.tensors(_NAME, features=features, weight=weight, indices=indices, bias=bias)
     checks.integers(_NAME, k=k, group_size=group_size)
+    offsets = offsets or LogitOffsets.none()
+    checks.tensors(_NAME, **{f"offsets.{name}": value for name, value in vars(offsets).items()})
     with torch.no_grad():
-        return torch.ops.xmlc.top_labels(features, weight, indices, bias, k, group_size)
+        return torch.ops.xmlc.top_labels(
+            features,
+            weight,
+            indices,
+            bias,
+            k,
+            group_size,
+            offsets.label,
+            offsets.instance,
+            offsets.value,
+        )
 
 
 def top_labels_reference(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int = 1
+    features: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    k: int,
+    group_size: int = 1,
+    offsets: LogitOffsets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `top_labels` from all logits by a stable sort; for small layers, in any floating dtype."""
-    logits = sparse_linear_reference(features, weight, indices, bias, group_size).T
+    logits = sparse_linear_reference(features, weight, indices, bias, group_size)
+    logits = logit_offsets.add_reference(logits, offsets).T
     logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     scores, labels = logits.sort(dim=1, descending=True, stable=True)
     scores, labels = scores[:, :k], labels[:, :k]
@@ -62,13 +89,23 @@ def top_labels_reference(
 
 @torch.library.impl("xmlc::top_labels", "cpu")
 def _top_labels_cpu(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int
+    features: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    k: int,
+    group_size: int,
+    offset_label: Tensor,
+    offset_instance: Tensor,
+    offset_value: Tensor,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
     if not 1 <= k <= weight.shape[0]:
         raise NativeError(f"{_NAME}: k must lie in [1, label] = [1, {weight.shape[0]}], got {k}")
+    offsets = LogitOffsets.of(offset_label, offset_instance, offset_value)
+    native_offsets = logit_offsets.checked(_NAME, offsets, weight.shape[0], batch)
     scores = features.new_empty(batch, k)
     labels = torch.empty(batch, k, dtype=torch.int64)
     native.run(
@@ -80,13 +117,14 @@ def _top_labels_cpu(
         labels=labels.data_ptr(),
         batch=batch,
         k=k,
+        offsets=native_offsets,
     )
     return scores, labels
 
 
 @torch.library.register_fake("xmlc::top_labels")
 def _top_labels_fake(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int
+    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, *_: object
 ) -> tuple[Tensor, Tensor]:
     batch = features.shape[1]
     return features.new_empty(batch, k), features.new_empty(batch, k, dtype=torch.int64)

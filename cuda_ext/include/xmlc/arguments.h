@@ -31,6 +31,16 @@ struct SparseLinearArguments {
   std::int64_t batch;
 };
 
+// Numbers that are added to single logits: logit[label, instance] += value, in their order. A pair may occur
+// several times.
+struct LogitOffsets {
+  const std::int32_t* label;     // [entry], rising
+  const std::int32_t* instance;  // [entry], in [0, batch)
+  const float* value;            // [entry]
+  float* gradient;               // [entry], output of the fused step: d loss / d value
+  std::int64_t entry;
+};
+
 struct FusedStepArguments {
   Layer layer;
   const float* features;              // [input, batch]
@@ -50,6 +60,7 @@ struct FusedStepArguments {
   float* bias_second;    // [label]
   RandomKey rounding;    // stochastic rounding of bfloat16 weights
   double* loss_sum;      // [1], output
+  LogitOffsets offsets;
 };
 
 struct TopLabelsArguments {
@@ -58,6 +69,7 @@ struct TopLabelsArguments {
   float* scores;          // [batch, k], falling
   std::int64_t* labels;   // [batch, k]; -1 where fewer than k logits are numbers
   std::int64_t batch, k;
+  LogitOffsets offsets;
 };
 
 enum class NewValue { kZero, kRandom, kKeep };

@@ -1,0 +1,73 @@
+"""Numbers added to single logits, for inputs that are too sparse to be rows of features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xmlc import native
+from xmlc.errors import NativeError
+from xmlc.ops import checks
+
+
+@dataclass(frozen=True)
+class LogitOffsets:
+    """``logits[label[e], instance[e]] += value[e]`` for every entry e; a pair may occur several times."""
+
+    label: Tensor
+    """int32 [entry], rising."""
+    instance: Tensor
+    """int32 [entry], in [0, batch)."""
+    value: Tensor
+    """float32 [entry]."""
+    gradient: Tensor
+    """float32 [entry]: d loss / d value, written by `fused_step`."""
+
+    @classmethod
+    def of(cls, label: Tensor, instance: Tensor, value: Tensor) -> LogitOffsets:
+        """Return the offsets with room for their gradients."""
+        return cls(label, instance, value, torch.zeros_like(value))
+
+    @classmethod
+    def none(cls) -> LogitOffsets:
+        """Return no offsets."""
+        return cls.of(*(torch.empty(0, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.float32)))
+
+
+def checked(op: str, offsets: LogitOffsets, label: int, batch: int) -> Any:
+    """Check the offsets and return them as the native core takes them.
+
+    Raises:
+        NativeError: A dtype, shape, label or instance does not fit.
+    """
+    shape = (offsets.label.numel(),)
+    ranges = {"label": (offsets.label, label), "instance": (offsets.instance, batch)}
+    for name, (value, end) in ranges.items():
+        checks.tensor(op, f"offsets.{name}", value, shape, "[entry]", torch.int32)
+        if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < end:
+            raise NativeError(
+                f"{op}: offsets.{name} must lie in [0, {end}), "
+                f"got values from {int(value.min())} to {int(value.max())}"
+            )
+    if bool((offsets.label.diff() < 0).any()):
+        raise NativeError(f"{op}: offsets.label must rise, got falling labels; sort the entries by label")
+    checks.tensor(op, "offsets.value", offsets.value, shape, "[entry]", torch.float32)
+    checks.tensor(op, "offsets.gradient", offsets.gradient, shape, "[entry]", torch.float32)
+    return native.cpu.LogitOffsets(
+        label=offsets.label.data_ptr(),
+        instance=offsets.instance.data_ptr(),
+        value=offsets.value.data_ptr(),
+        gradient=offsets.gradient.data_ptr(),
+        entry=offsets.label.numel(),
+    )
+
+
+def add_reference(logits: Tensor, offsets: LogitOffsets | None) -> Tensor:
+    """Return logits [label, batch] with the offsets added; for small layers, in any floating dtype."""
+    if offsets is None:
+        return logits
+    places = (offsets.label.long(), offsets.instance.long())
+    return logits.index_put(places, offsets.value.to(logits.dtype), accumulate=True)
