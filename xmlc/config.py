@@ -94,6 +94,17 @@ class ModelConfig(Section):
     """Inputs of each label (K)."""
     group_size: Literal[1, 16, 32, 64] = 1
     """Labels that share one set of inputs; 1 is uniform fan-in."""
+    direct_fan_in: NonNegativeInt = 0
+    """Connections of each label straight to the instance's own sparse features (words), beside ``fan_in``:
+    the strongest in the label's text and in the mean of its training instances. 0 has none."""
+    direct_max_frequency: Fraction = 0.01
+    """Features in more than this share of the training instances get no direct connections: each would touch
+    many labels in every step, and units see them as well."""
+    direct_text: NonNegativeFloat = 1.0
+    """Initial weight of a direct connection: this times the feature's value in the label's text of unit
+    length, plus the next."""
+    direct_positives: NonNegativeFloat = 0.5
+    """The same of the mean of the label's training instances, of unit length."""
     bottleneck: PositiveInt = 64
     """Units of the penultimate layer of ``output = "bottleneck"``."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -257,6 +268,14 @@ class Config(Section):
             raise ValueError("dense_optimizer.kind must be sgd, momentum or adam, found label_adam")
         if self.model.output != "sparse" and self.output_optimizer.kind == "label_adam":
             raise ValueError("output_optimizer.kind = label_adam needs model.output = sparse")
+        if self.model.direct_fan_in:
+            if self.model.output != "sparse":
+                raise ValueError(f"model.direct_fan_in needs output = sparse, found {self.model.output}")
+            if self.output_optimizer.kind not in ("adam", "sgd"):
+                raise ValueError(
+                    "output_optimizer.kind must be adam or sgd where direct_fan_in is above 0, found "
+                    f"{self.output_optimizer.kind}"
+                )
         return self
 
 

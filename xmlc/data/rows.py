@@ -38,6 +38,12 @@ class CsrRows:
         values = None if self.values is None else self.values[positions]
         return CsrRows(offsets, self.indices[positions], values, self.columns)
 
+    def head(self, rows: int) -> CsrRows:
+        """Return the first rows, sharing memory."""
+        end = int(self.offsets[rows])
+        values = None if self.values is None else self.values[:end]
+        return CsrRows(self.offsets[: rows + 1], self.indices[:end], values, self.columns)
+
     def to_scipy(self) -> scipy.sparse.csr_matrix:
         """Return a float32 ``scipy.sparse.csr_matrix`` [row, column]."""
         values = np.ones(len(self.indices), np.float32) if self.values is None else self.values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as functional
@@ -32,16 +34,8 @@ class BagOfWords(nn.Module):
 
     def forward(self, batch: Batch, dropout: float, generator: torch.Generator) -> Tensor:
         """Return hidden [batch, hidden]; ``dropout`` removes features and scales the others up."""
-        features = batch.features
-        if not isinstance(features, CsrRows):
-            raise DataError(f"encoder: features must be sparse, found dense {list(features.shape)}")
-        if self.scale_to_unit_length:
-            features = unit_length(features)
-        values = (
-            torch.ones(len(features.indices))
-            if features.values is None
-            else torch.from_numpy(np.asarray(features.values))
-        )
+        features = self.rows(batch)
+        values = _values(features)
         return functional.embedding_bag(
             torch.from_numpy(np.asarray(features.indices)).long(),
             self.embedding,
@@ -51,6 +45,13 @@ class BagOfWords(nn.Module):
             per_sample_weights=drop(values, dropout, generator),
             include_last_offset=True,
         )
+
+    def rows(self, batch: Batch) -> CsrRows:
+        """Return the batch's features [batch, feature] as the encoder sees them, before dropout."""
+        features = batch.features
+        if not isinstance(features, CsrRows):
+            raise DataError(f"encoder: features must be sparse, found dense {list(features.shape)}")
+        return unit_length(features) if self.scale_to_unit_length else features
 
 
 class DenseFeatures(nn.Module):
@@ -66,6 +67,17 @@ class DenseFeatures(nn.Module):
         if isinstance(features, CsrRows):
             raise DataError(f"encoder: features must be dense [instance, {self.hidden}], found sparse ones")
         return drop(torch.from_numpy(np.array(features, dtype=np.float32)), dropout, generator)
+
+
+def drop_features(features: CsrRows, probability: float, generator: torch.Generator) -> CsrRows:
+    """Return the features after dropout."""
+    return replace(features, values=drop(_values(features), probability, generator).numpy())
+
+
+def _values(features: CsrRows) -> Tensor:
+    if features.values is None:
+        return torch.ones(len(features.indices))
+    return torch.from_numpy(np.asarray(features.values))
 
 
 def drop(values: Tensor, probability: float, generator: torch.Generator) -> Tensor:

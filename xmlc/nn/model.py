@@ -14,9 +14,11 @@ from torch import Tensor
 
 from xmlc.config import Config
 from xmlc.data.batches import Batch
+from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError
 from xmlc.metrics import inverse_propensity
-from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop
+from xmlc.nn.direct import DirectConnections
+from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop, drop_features
 from xmlc.nn.output_layer import DenseOutput, OutputLayer, SparseOutput
 from xmlc.nn.penultimate import PenultimateLayer
 
@@ -120,6 +122,7 @@ class Model:
                 weight,
                 config.training.seed,
                 generator,
+                _direct_connections(config, problem),
             )
         else:
             self.output = DenseOutput(
@@ -140,10 +143,23 @@ class Model:
         """Return the output layer's input, [input, batch] contiguous."""
         return hidden.T.contiguous() if self.penultimate is None else self.penultimate(hidden)
 
+    def direct_features(self, batch: Batch, generator: torch.Generator | None = None) -> CsrRows | None:
+        """Return what the direct connections see, [batch, feature], or None without such connections."""
+        if not self.config.model.direct_fan_in:
+            return None
+        assert isinstance(self.encoder, BagOfWords), "checked where the model was built"
+        features = self.encoder.rows(batch)
+        return (
+            features
+            if generator is None
+            else drop_features(features, self.config.model.input_dropout, generator)
+        )
+
     def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """Return scores and labels [batch, k] of the batch's instances, best first."""
         with torch.no_grad():
-            return self.output.top_labels(self.features(self.hidden(batch)), k)
+            features = self.features(self.hidden(batch))
+            return self.output.top_labels(features, k, self.direct_features(batch))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and the output layer's optimizer state by name, sharing memory."""
@@ -152,6 +168,17 @@ class Model:
             linear = self.penultimate.linear
             tensors |= {"penultimate.weight": linear.weight, "penultimate.bias": linear.bias}
         return tensors | {f"output.{name}": value for name, value in self.output.tensors().items()}
+
+
+def _direct_connections(config: Config, problem: Problem) -> DirectConnections | None:
+    fan_in = config.model.direct_fan_in
+    if not fan_in:
+        return None
+    if problem.dense_features:
+        raise ConfigError(
+            "model.direct_fan_in: needs texts or sparse features, found dense ones; set it to 0"
+        )
+    return DirectConnections(problem.label_count, problem.feature_count, fan_in, config.output_optimizer)
 
 
 def _initial_bias(config: Config, problem: Problem) -> Tensor:

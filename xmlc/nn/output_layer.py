@@ -12,6 +12,7 @@ from torch import Tensor
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
 from xmlc.data.rows import CsrRows
 from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
+from xmlc.nn.direct import DirectConnections, DirectLogits
 from xmlc.ops import LOSSES, OptimizerState, fused_step, pairs_by_label, redistribute, top_labels
 from xmlc.sparsity import random_connectivity
 
@@ -22,11 +23,19 @@ class OutputLayer(Protocol):
     label: int
 
     def step(
-        self, features: Tensor, positives: CsrRows, learning_rate: float, step: int
+        self,
+        features: Tensor,
+        positives: CsrRows,
+        learning_rate: float,
+        step: int,
+        direct: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Update the weights from one batch; return loss [] and feature gradient [input, batch]."""
+        """Update the weights from one batch; return loss [] and feature gradient [input, batch].
 
-    def top_labels(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        ``direct`` [batch, feature] is what direct connections see, where the layer has some.
+        """
+
+    def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
         """Return scores and labels [batch, k], best first; ties go to the lowest label."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -64,8 +73,10 @@ class SparseOutput:
         positive_weight: Tensor | None,
         seed: int,
         generator: torch.Generator,
+        direct: DirectConnections | None = None,
     ) -> None:
         self.label = label
+        self.direct = direct
         self.input = model.width
         self.group_size = model.group_size
         self.loss = loss
@@ -78,11 +89,17 @@ class SparseOutput:
         self.state = OptimizerState.zeros(optimizer.kind, label, model.fan_in)
 
     def step(
-        self, features: Tensor, positives: CsrRows, learning_rate: float, step: int
+        self,
+        features: Tensor,
+        positives: CsrRows,
+        learning_rate: float,
+        step: int,
+        direct: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.step`."""
         offsets, labels = positive_tensors(positives)
-        return fused_step(
+        logits = self._direct_logits(direct)
+        result = fused_step(
             features,
             offsets,
             labels,
@@ -100,11 +117,30 @@ class SparseOutput:
             gradient_cutoff=self.loss.gradient_cutoff,
             group_size=self.group_size,
             positive_weight=self.positive_weight,
+            offsets=None if logits is None else logits.offsets,
+        )
+        if self.direct is not None and logits is not None:
+            self.direct.update(logits, learning_rate, step)
+        return result
+
+    def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
+        """See `OutputLayer.top_labels`."""
+        logits = self._direct_logits(direct)
+        return top_labels(
+            features,
+            self.weight,
+            self.indices,
+            self.bias,
+            k,
+            self.group_size,
+            None if logits is None else logits.offsets,
         )
 
-    def top_labels(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See `OutputLayer.top_labels`."""
-        return top_labels(features, self.weight, self.indices, self.bias, k, self.group_size)
+    def _direct_logits(self, features: CsrRows | None) -> DirectLogits | None:
+        if self.direct is None:
+            return None
+        assert features is not None, "the model passes what its direct connections see"
+        return self.direct.logits(features)
 
     def redistribute(self, config: RedistributionConfig, strength: float, step: int) -> int:
         """Move weak connections; ``strength`` scales the configured fraction or threshold."""
@@ -127,7 +163,10 @@ class SparseOutput:
     def tensors(self) -> dict[str, Tensor]:
         """See `OutputLayer.tensors`."""
         tensors = {"indices": self.indices, "weight": self.weight, "bias": self.bias}
-        return tensors | {f"state.{name}": value for name, value in self.state.tensors().items()}
+        tensors |= {f"state.{name}": value for name, value in self.state.tensors().items()}
+        if self.direct is not None:
+            tensors |= {f"direct.{name}": value for name, value in self.direct.tensors().items()}
+        return tensors
 
 
 class DenseOutput:
@@ -152,9 +191,14 @@ class DenseOutput:
         self.block_optimizer: BlockOptimizer | None = None  # set by training
 
     def step(
-        self, features: Tensor, positives: CsrRows, learning_rate: float, step: int
+        self,
+        features: Tensor,
+        positives: CsrRows,
+        learning_rate: float,
+        step: int,
+        direct: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `OutputLayer.step`."""
+        """See `OutputLayer.step`; it has no direct connections."""
         assert self.block_optimizer is not None, "training gives the dense output its optimizer"
         batch = features.shape[1]
         positives_of = _BlockPositives(positives, batch, self.label, self.positive_weight)
@@ -170,7 +214,7 @@ class DenseOutput:
             block.update(gradient @ features.T, gradient.sum(1), self.block_optimizer)
         return gradient_of.loss, feature_gradient
 
-    def top_labels(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.top_labels`."""
         batch = features.shape[1]
         scores = torch.empty(batch, 0)

@@ -31,8 +31,8 @@ def top_labels(
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each instance and their labels; ties go to the lowest label.
 
-    Equivalent to sorting each column of `sparse_linear` by (falling logit, rising label) and taking the first
-    k, after the offsets are added, in memory of batch × k per thread. A logit that is NaN or -inf is never taken.
+    Equivalent to sorting each column of `sparse_linear`, plus offsets, by (falling logit, rising label) and
+    taking the first k, in memory of batch × k per thread. A logit that is NaN or -inf is never taken.
     Outside autograd.
 
     Args:

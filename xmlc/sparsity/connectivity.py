@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from xmlc.data.rows import CsrRows, Float32, unit_length
 from xmlc.errors import ConfigError
 from xmlc.ops import redistribute
 from xmlc.ops.checks import GROUP_SIZES, MOST_INPUTS, groups, integers
@@ -41,3 +47,64 @@ def random_connectivity(label: int, input: int, fan_in: int, group_size: int, se
     # Redistributing all connections of any valid layer draws each group's inputs without replacement.
     redistribute(torch.zeros(group, fan_in), indices, input, fraction=1.0, seed=seed)
     return indices
+
+
+@dataclass(frozen=True)
+class DirectStart:
+    """The direct connections that a layer starts with; -1 is no connection."""
+
+    indices: NDArray[np.int32]  # [label, fan_in]
+    weight: Float32  # [label, fan_in]
+
+
+def direct_connectivity(
+    features: CsrRows,
+    labels: CsrRows,
+    texts: CsrRows | None,
+    fan_in: int,
+    text_factor: float,
+    positives_factor: float,
+    max_frequency: float,
+) -> DirectStart:
+    """Connect every label to the strongest features of its profile, with their values as weights::
+
+        profile[l] = text_factor * unit(texts[l]) + positives_factor * unit(sum of features of l's instances)
+
+    Args:
+        features: Of the training instances, [instance, feature].
+        labels: Their labels, [instance, label].
+        texts: Features of the labels' own texts, [label, feature], or None.
+        fan_in: Connections of each label; a profile with fewer features leaves the rest unconnected.
+        text_factor: See above.
+        positives_factor: See above.
+        max_frequency: Share of the instances beyond which a feature gets no connections.
+    """
+    label = labels.columns
+    indices = np.full((label, fan_in), -1, np.int32)
+    weight = np.zeros((label, fan_in), np.float32)
+    instances = features.to_scipy()
+    frequency = np.bincount(features.indices, minlength=features.columns) / max(features.rows, 1)
+    rare = (frequency <= max_frequency).astype(np.float32)
+    by_label = labels.to_scipy().T.tocsr()  # [label, instance]
+    for first in range(0, label, _PROFILES_AT_ONCE):
+        rows = np.arange(first, min(first + _PROFILES_AT_ONCE, label))
+        profile = positives_factor * _unit(by_label[rows] @ instances)
+        if texts is not None:
+            profile = profile + text_factor * _unit(texts.take(rows).to_scipy())
+        row = np.repeat(np.arange(len(rows)), np.diff(profile.indptr))
+        profile.data *= rare[profile.indices]
+        order = np.lexsort((profile.indices, -profile.data, row))  # ties go to the lowest feature
+        rank = np.arange(len(row)) - profile.indptr[row]
+        kept = (rank < fan_in) & (profile.data[order] > 0.0)
+        place = (first + row[kept], rank[kept])
+        indices[place] = profile.indices[order][kept]
+        weight[place] = profile.data[order][kept]
+    return DirectStart(indices, weight)
+
+
+_PROFILES_AT_ONCE = 1024
+
+
+def _unit(matrix: scipy.sparse.csr_matrix) -> scipy.sparse.csr_matrix:
+    rows = CsrRows(matrix.indptr.astype(np.int64), matrix.indices, matrix.data, matrix.shape[1])
+    return unit_length(rows).to_scipy()

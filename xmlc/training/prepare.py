@@ -14,9 +14,10 @@ from xmlc.data.dataset import Features, feature_columns
 from xmlc.data.features import open_text_features
 from xmlc.data.rows import CsrRows, Int64, concatenate_rows
 from xmlc.data.text import TextVectorizer
-from xmlc.errors import DataError
+from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
 from xmlc.nn import Problem
+from xmlc.sparsity import DirectStart, direct_connectivity
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Prepared:
     validation_filter: CsrRows | None
     """[instance of the validation stream, label]"""
     vectorizer: TextVectorizer | None
+    direct: DirectStart | None
+    """Where the model has direct connections: those it starts with."""
 
 
 def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prepared:
@@ -48,6 +51,9 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         split.instances, 0.0 if training.paper_protocol else config.data.validation_fraction, training.seed
     )
     documents = _label_documents(dataset) if config.data.label_documents else None
+    use_label_texts = documents is not None or (
+        config.model.direct_fan_in > 0 and dataset.kind == "text" and dataset.label_texts is not None
+    )
     features, test_features, vectorizer = split.features, None, None
     if dataset.test is not None:
         test_features = dataset.test.features
@@ -56,7 +62,7 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
             dataset,
             config.text,
             train_rows,
-            label_documents=documents is not None,
+            label_documents=use_label_texts,
             cache=cache,
         )
         features, test_features, vectorizer = texts.train, texts.test, texts.vectorizer
@@ -71,6 +77,12 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         )
 
     labels = split.labels
+    direct = None
+    if config.model.direct_fan_in:
+        direct = _direct_start(dataset, config, features, train_rows, use_label_texts)
+    if use_label_texts and documents is None:
+        assert isinstance(features, CsrRows), "text features are sparse"
+        features = features.head(split.instances)
     if documents is not None:  # rows behind those of the instances
         labels = concatenate_rows([labels, _identity(dataset.label_count)], dataset.label_count)
         train_rows = np.concatenate([train_rows, split.instances + documents])
@@ -95,6 +107,36 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         validation=validation,
         validation_filter=validation_filter if config.data.mask_filter_pairs else None,
         vectorizer=vectorizer,
+        direct=direct,
+    )
+
+
+def _direct_start(
+    dataset: Dataset, config: Config, features: Features, train_rows: Int64, use_label_texts: bool
+) -> DirectStart:
+    """Choose direct connections from the training instances and, where there are some, the labels' texts.
+
+    ``features`` are those of all training instances and behind them, with ``use_label_texts``, the labels'.
+
+    Raises:
+        ConfigError: The features are dense.
+    """
+    if not isinstance(features, CsrRows):
+        raise ConfigError(
+            f"{dataset.name}: model.direct_fan_in needs texts or sparse features, found dense ones; "
+            "set it to 0"
+        )
+    texts = dataset.label_features if isinstance(dataset.label_features, CsrRows) else None
+    if use_label_texts and dataset.kind == "text":
+        texts = features.take(np.arange(dataset.train.instances, features.rows))
+    return direct_connectivity(
+        features.take(train_rows),
+        dataset.train.labels.take(train_rows),
+        texts,
+        config.model.direct_fan_in,
+        config.model.direct_text,
+        config.model.direct_positives,
+        config.model.direct_max_frequency,
     )
 
 

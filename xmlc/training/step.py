@@ -31,8 +31,9 @@ def training_step(
         hidden = model.hidden(batch, generator)  # [batch, hidden], autograd
         with torch.no_grad():
             features = model.features(hidden)  # [input, batch]
+            direct = model.direct_features(batch, generator)  # [batch, feature] or None
     with stopwatch.phase("output_step"):
-        loss, gradient = model.output.step(features, batch.labels, output_rate, step)
+        loss, gradient = model.output.step(features, batch.labels, output_rate, step, direct)
     with stopwatch.phase("dense_update"):
         _dense_update(model, hidden, features, gradient, optimizers, clip_norm)
     return loss

@@ -71,6 +71,7 @@ class Trainer:
         self.folder = folder
         self.prepared = prepared
         self.model = Model(config, prepared.problem)
+        self._connect()
         self.optimizers = Optimizers(self.model)
         total_steps = len(prepared.train) * config.training.epochs
         self.policy = RedistributionPolicy(config.redistribution, total_steps)
@@ -83,6 +84,13 @@ class Trainer:
         self._saved = time.monotonic()
         self._signal: int | None = None
         self._board = _tensorboard(folder.path) if config.training.tensorboard else None
+
+    def _connect(self) -> None:
+        """Give direct connections their start; a checkpoint to resume from overwrites it."""
+        output = self.model.output
+        if isinstance(output, SparseOutput) and output.direct is not None:
+            assert self.prepared.direct is not None, "prepare has chosen them"
+            output.direct.connect(self.prepared.direct.indices, self.prepared.direct.weight)
 
     def run(self) -> None:
         """Train to the end, or until early stopping or a signal.
