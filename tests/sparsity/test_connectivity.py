@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, XmlcError
-from xmlc.sparsity import index_dtype, random_connectivity
+from xmlc.sparsity import connectivity, direct_connectivity, index_dtype, random_connectivity
 
 
 @settings(max_examples=50)
@@ -86,3 +88,41 @@ def test_more_fan_in_than_inputs_is_refused() -> None:
 def test_sizes_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(XmlcError, match=message):
         random_connectivity(**{"label": 10, "input": 32, "fan_in": 4, "group_size": 1, "seed": 0, **change})
+
+
+def rows(matrix: list[list[float]]) -> CsrRows:
+    """Return a dense matrix as compressed rows."""
+    return CsrRows.from_scipy(scipy.sparse.csr_array(np.array(matrix, np.float32)), "test")
+
+
+def test_direct_connections_are_the_strongest_features_of_text_and_positives() -> None:
+    """Instances 0 and 1 carry label 0, instance 2 carries label 1, label 2 has only a text."""
+    features = rows([[3.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [0.0, 2.0, 0.0, 0.0]])
+    labels = rows([[1, 0, 0], [1, 0, 0], [0, 1, 0]])
+    texts = rows([[0.0, 0.0, 0.0, 5.0], [0.0, 0.0, 0.0, 0.0], [4.0, 3.0, 0.0, 0.0]])
+    start = direct_connectivity(features, labels, texts, 2, 1.0, 0.5, max_frequency=1.0)
+    assert start.indices.tolist() == [[3, 0], [1, -1], [0, 1]]
+    expected = [[1.0, 0.5 * 3 / 13**0.5], [0.5, 0.0], [0.8, 0.6]]
+    np.testing.assert_allclose(start.weight, expected, rtol=1e-6)
+
+
+def test_without_texts_positives_alone_decide() -> None:
+    start = direct_connectivity(rows([[1.0, 2.0]]), rows([[1, 0]]), None, 3, 1.0, 1.0, max_frequency=1.0)
+    assert start.indices.tolist() == [[1, 0, -1], [-1, -1, -1]]
+
+
+def test_frequent_features_get_no_direct_connections() -> None:
+    features, labels = rows([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), rows([[1], [1], [0]])
+    start = direct_connectivity(features, labels, None, 2, 1.0, 1.0, max_frequency=0.5)
+    assert start.indices.tolist() == [[1, -1]]
+
+
+def test_profiles_in_several_blocks_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    features = rows(generator.random((30, 12)) * (generator.random((30, 12)) < 0.4))
+    labels = rows(generator.random((30, 9)) < 0.2)
+    whole = direct_connectivity(features, labels, None, 3, 1.0, 1.0, max_frequency=1.0)
+    monkeypatch.setattr(connectivity, "_PROFILES_AT_ONCE", 4)
+    parts = direct_connectivity(features, labels, None, 3, 1.0, 1.0, max_frequency=1.0)
+    assert (parts.indices == whole.indices).all()
+    np.testing.assert_array_equal(parts.weight, whole.weight)

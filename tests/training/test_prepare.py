@@ -14,7 +14,7 @@ import scipy.sparse
 
 from xmlc.data import CsrRows, Dataset, TextColumn
 from xmlc.data.text import TextVectorizer
-from xmlc.errors import DataError
+from xmlc.errors import ConfigError, DataError
 from xmlc.training.prepare import Prepared, prepare
 
 
@@ -234,3 +234,51 @@ def test_label_features_of_another_space_are_refused() -> None:
     dense = np.zeros((problems.LABELS, problems.FEATURES), np.float32)
     with pytest.raises(DataError, match=r"found sparse ones of 96 columns and dense ones of 96 columns"):
         prepared(replace(dataset, label_features=dense), data={"label_documents": True})
+
+
+# ---- direct connections ----------------------------------------------------------------------------------
+
+DIRECT = {"direct_fan_in": 6, "direct_max_frequency": 1.0}
+
+
+@pytest.mark.parametrize("kind", ["text", "sparse"])
+def test_direct_connections_start_at_the_words_of_the_prototypes(kind: problems.Kind) -> None:
+    """Every label has three words of its own; of six connections, these three are the strongest."""
+    parts = prepared(problems.dataset(kind), model=DIRECT)
+    assert parts.direct is not None
+    assert parts.direct.indices.shape == (problems.LABELS, 6)
+    features = parts.train.features
+    assert isinstance(features, CsrRows)
+    assert features.rows == 200
+    if kind == "sparse":
+        own = [set(row[:3]) for row in parts.direct.indices.tolist()]
+        assert own == [{3 * label, 3 * label + 1, 3 * label + 2} for label in range(problems.LABELS)]
+
+
+def test_held_out_instances_choose_no_direct_connections() -> None:
+    """Each instance has a word that no other has; words of held-out instances must connect to no label."""
+    matrix = scipy.sparse.csr_array(np.eye(40, dtype=np.float32))
+    labels = scipy.sparse.csr_array((np.ones(40), np.arange(40) % 4, np.arange(41)), shape=(40, 4))
+    parts = prepared(
+        Dataset.from_arrays(matrix, labels, name="own words"),
+        model=DIRECT | {"direct_fan_in": 12},
+        data={"validation_fraction": 0.25},
+    )
+    assert parts.direct is not None
+    connected = set(parts.direct.indices.ravel().tolist()) - {-1}
+    assert connected == set(range(40)) - set(parts.validation.rows.tolist())
+
+
+def test_label_texts_choose_direct_connections_and_are_no_instances() -> None:
+    data = problems.dataset("text")
+    texts = TextColumn.from_strings(f"unheard{label}" for label in range(problems.LABELS))
+    parts = prepared(replace(data, label_texts=texts, fingerprint="texts"), model=DIRECT)
+    assert parts.direct is not None
+    assert parts.vectorizer is not None
+    assert len(np.unique(parts.direct.indices[:, 0])) == problems.LABELS  # its text's word outweighs all
+    assert trained_rows(parts) <= set(range(200))
+
+
+def test_direct_connections_refuse_dense_features() -> None:
+    with pytest.raises(ConfigError, match=r"direct_fan_in needs texts or sparse features, found dense ones"):
+        prepared(problems.dataset("dense"), model=DIRECT)

@@ -105,6 +105,18 @@ def test_every_optimizer_goes_on(optimizer: str, train: Train, at_step: Any) -> 
     runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["text", "sparse"])
+def test_direct_connections_go_on(kind: problems.Kind, optimizer: str, train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(kind), everything(optimizer)
+    settings["model"] |= {"direct_fan_in": 5, "direct_max_frequency": 1.0}
+    whole = train(dataset, "whole", **settings)
+    at_step(7, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(StoppedBySignalError, match="SIGINT"):
+        train(dataset, "stopped", **settings)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
 @pytest.mark.parametrize("step", [1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 3 * STEPS_PER_EPOCH])
 def test_a_run_goes_on_from_the_edge_of_an_epoch(step: int, train: Train, at_step: Any) -> None:
     dataset, settings = problems.dataset(), everything()

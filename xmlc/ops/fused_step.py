@@ -24,8 +24,9 @@ torch.library.define(
     "Tensor(b!) bias, Tensor(c!)? weight_first, Tensor(d!)? weight_second, Tensor(e!)? bias_first, "
     "Tensor(f!)? bias_second, Tensor? positive_weight, int group_size, str loss, float scale, "
     "bool share_positives, float gradient_cutoff, str optimizer, float learning_rate, float weight_decay, "
-    "float momentum, float beta1, float beta2, float eps, int step, int seed, Tensor offset_label, "
-    "Tensor offset_instance, Tensor offset_value, Tensor(g!) offset_gradient) -> (Tensor, Tensor)",
+    "float momentum, float beta1, float beta2, float eps, int step, int seed, "
+    "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None, "
+    "Tensor(g!)? offset_gradient=None) -> (Tensor, Tensor)",
 )
 
 
@@ -169,8 +170,7 @@ def fused_step(
     checks.numbers(_NAME, learning_rate=learning_rate, scale=scale, gradient_cutoff=gradient_cutoff)
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
-    offsets = offsets or LogitOffsets.none()
-    checks.tensors(_NAME, **{f"offsets.{name}": value for name, value in vars(offsets).items()})
+    logit_offsets.check_tensors(_NAME, offsets)
     pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)
     with torch.no_grad():
         return torch.ops.xmlc.fused_step(
@@ -199,10 +199,7 @@ def fused_step(
             optimizer.eps,
             step,
             seed,
-            offsets.label,
-            offsets.instance,
-            offsets.value,
-            offsets.gradient,
+            *(() if offsets is None else (offsets.label, offsets.instance, offsets.value, offsets.gradient)),
         )
 
 
@@ -301,10 +298,10 @@ def _fused_step_cpu(
     eps: float,
     step: int,
     seed: int,
-    offset_label: Tensor,
-    offset_instance: Tensor,
-    offset_value: Tensor,
-    offset_gradient: Tensor,
+    offset_label: Tensor | None = None,
+    offset_instance: Tensor | None = None,
+    offset_value: Tensor | None = None,
+    offset_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
@@ -324,7 +321,7 @@ def _fused_step_cpu(
     _check_pairs(pair_label, pair_instance, label, batch)
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
-    offsets = LogitOffsets(offset_label, offset_instance, offset_value, offset_gradient)
+    offsets = LogitOffsets.given(offset_label, offset_instance, offset_value, offset_gradient)
     native_offsets = logit_offsets.checked(_NAME, offsets, label, batch)
     feature_gradient = torch.empty_like(features)
     loss_sum = torch.empty((), dtype=torch.float64)
@@ -359,7 +356,7 @@ def _fused_step_cpu(
         loss_sum=loss_sum.data_ptr(),
         offsets=native_offsets,
     )
-    checks.written(weight, bias, offset_gradient, *state.tensors().values())
+    checks.written(weight, bias, offsets.gradient, *state.tensors().values())
     return loss_sum, feature_gradient
 
 

@@ -32,9 +32,24 @@ class LogitOffsets:
         return cls(label, instance, value, torch.zeros_like(value))
 
     @classmethod
-    def none(cls) -> LogitOffsets:
-        """Return no offsets."""
-        return cls.of(*(torch.empty(0, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.float32)))
+    def given(
+        cls,
+        label: Tensor | None,
+        instance: Tensor | None,
+        value: Tensor | None,
+        gradient: Tensor | None = None,
+    ) -> LogitOffsets:
+        """Return the offsets of a registered op's arguments, none of them where ``label`` is None."""
+        if label is None or instance is None or value is None:
+            none = torch.empty(0, dtype=torch.int32)
+            return cls.of(none, none, torch.empty(0))
+        return cls.of(label, instance, value) if gradient is None else cls(label, instance, value, gradient)
+
+
+def check_tensors(op: str, offsets: LogitOffsets | None) -> None:
+    """Check what torch's dispatch would report less helpfully; see `checks.tensors`."""
+    if offsets is not None:
+        checks.tensors(op, **{f"offsets.{name}": value for name, value in vars(offsets).items()})
 
 
 def checked(op: str, offsets: LogitOffsets, label: int, batch: int) -> Any:

@@ -16,7 +16,8 @@ _NAME = "top_labels"
 torch.library.define(
     "xmlc::top_labels",
     "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size, "
-    "Tensor offset_label, Tensor offset_instance, Tensor offset_value) -> (Tensor, Tensor)",
+    "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None) "
+    "-> (Tensor, Tensor)",
 )
 
 
@@ -53,8 +54,7 @@ def top_labels(
     """
     checks.tensors(_NAME, features=features, weight=weight, indices=indices, bias=bias)
     checks.integers(_NAME, k=k, group_size=group_size)
-    offsets = offsets or LogitOffsets.none()
-    checks.tensors(_NAME, **{f"offsets.{name}": value for name, value in vars(offsets).items()})
+    logit_offsets.check_tensors(_NAME, offsets)
     with torch.no_grad():
         return torch.ops.xmlc.top_labels(
             features,
@@ -63,9 +63,7 @@ def top_labels(
             bias,
             k,
             group_size,
-            offsets.label,
-            offsets.instance,
-            offsets.value,
+            *(() if offsets is None else (offsets.label, offsets.instance, offsets.value)),
         )
 
 
@@ -95,16 +93,16 @@ def _top_labels_cpu(
     bias: Tensor,
     k: int,
     group_size: int,
-    offset_label: Tensor,
-    offset_instance: Tensor,
-    offset_value: Tensor,
+    offset_label: Tensor | None = None,
+    offset_instance: Tensor | None = None,
+    offset_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
     if not 1 <= k <= weight.shape[0]:
         raise NativeError(f"{_NAME}: k must lie in [1, label] = [1, {weight.shape[0]}], got {k}")
-    offsets = LogitOffsets.of(offset_label, offset_instance, offset_value)
+    offsets = LogitOffsets.given(offset_label, offset_instance, offset_value)
     native_offsets = logit_offsets.checked(_NAME, offsets, weight.shape[0], batch)
     scores = features.new_empty(batch, k)
     labels = torch.empty(batch, k, dtype=torch.int64)
