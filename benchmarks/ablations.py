@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Train variants of a recipe and append their validation metrics to a CSV. The test set stays unseen.
+
+    benchmarks/ablations.py wordnet-related --set training.epochs=3 \\
+        --variant recipe --variant "no direct connections: model.direct_fan_in=0"
+
+A variant is a name and, behind a colon, overrides of the recipe. Runs the `xmlc` of this environment.
+The row holds the best epoch by the recipe's own metric. docs/ablations.md says what followed from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import runpy
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REPRODUCE = runpy.run_path(str(ROOT / "scripts" / "reproduce"))
+METRICS = ("P@1", "P@3", "P@5", "PSP@1", "PSP@3", "PSP@5")
+FIELDS = (
+    "date", "commit", "processor", "cores", "data", "variant", "command", *METRICS, "best_epoch", "epochs",
+    "train_seconds", "train_peak_memory_bytes",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Run every variant and append one row for each."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    arguments.add_argument("data", help="name of a data set with a recipe")
+    arguments.add_argument("--variant", action="append", required=True, metavar="NAME[: KEY=VALUE ...]")
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all variants")
+    arguments.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ablations.csv")
+    chosen = arguments.parse_args()
+    for variant in chosen.variant:
+        name, _, overrides = variant.partition(":")
+        row = ablation(chosen.data, name.strip(), [*chosen.set, *overrides.split()])
+        new = not chosen.out.exists()
+        with chosen.out.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+        print(json.dumps(row), flush=True)
+
+
+def ablation(data: str, name: str, overrides: list[str]) -> dict[str, Any]:
+    """Train one variant in a temporary folder and return its row."""
+    options = [option for override in overrides for option in ("--set", override)]
+    shown = ["xmlc", "train", data, "--recipe", *options]
+    with tempfile.TemporaryDirectory(prefix="xmlc-ablation-") as folder:
+        run = Path(folder) / "run"
+        _, _, peak = REPRODUCE["timed"]([*shown, "--out", str(run)])
+        epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    best = [epoch for epoch in epochs if epoch["best"]][-1]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": REPRODUCE["output"](["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]),
+        "processor": REPRODUCE["processor"](),
+        "cores": len(os.sched_getaffinity(0)),
+        "data": data,
+        "variant": name,
+        "command": " ".join(shown),
+        **{metric: round(100 * best["validation"][metric], 3) for metric in METRICS},
+        "best_epoch": best["epoch"],
+        "epochs": epochs[-1]["epoch"],
+        "train_seconds": epochs[-1]["train_seconds"],
+        "train_peak_memory_bytes": peak,
+    }
+
+
+if __name__ == "__main__":
+    main()
