@@ -62,6 +62,9 @@ def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]
     if model.output == "sparse":
         inputs = model.fan_in
         shapes["output.indices"] = (-(-problem.label_count // model.group_size), model.fan_in)
+        if model.direct_fan_in:
+            direct = (problem.label_count, model.direct_fan_in)
+            shapes |= {"output.direct.indices": direct, "output.direct.weight": direct}
     return shapes | {"output.weight": (problem.label_count, inputs), "output.bias": (problem.label_count,)}
 
 
