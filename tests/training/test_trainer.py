@@ -647,7 +647,7 @@ def test_a_second_process_is_refused(train: Train, tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_a_folder_is_refused(place: str, train: Train, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
-    with pytest.raises(CheckpointError, match="the run folder must be writable"):
+    with pytest.raises(CheckpointError, match="the run folder must be"):
         train(problems.dataset(), place)
 
 
