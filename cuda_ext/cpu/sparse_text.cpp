@@ -61,8 +61,9 @@ class Cursor {
   bool index(std::int64_t first, std::int64_t limit, std::int64_t& out) {
     std::uint64_t number = 0;
     const std::int64_t count = digits(number);
+    if (count == 0 || count > kMostDigits) return false;
     out = static_cast<std::int64_t>(number) - first;
-    return count > 0 && count <= kMostDigits && out >= 0 && out < limit;
+    return out >= 0 && out < limit;
   }
 
   // Reads a decimal number that is finite in float, rounded to double and then to float.

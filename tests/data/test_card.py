@@ -171,3 +171,11 @@ def test_a_wrong_card_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(DataError, match=rf"dataset\.toml: ({found})"):
         open_dataset(write({**XMC, "dataset.toml": CARD.replace(old, new)}))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "a\\\\b", ""])
+def test_a_card_lists_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    text = 'name = "s"\ntitle = "S"\nkind = "sparse"\nlicence = "x"\nsource = "x"\nobtain = "x"\n'
+    (tmp_path / "dataset.toml").write_text(text + f'[files]\n"{name}" = ""\n')
+    with pytest.raises(DataError, match=r"dataset\.toml: files\."):
+        card.read_card(tmp_path / "dataset.toml")

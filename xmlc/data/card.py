@@ -8,7 +8,7 @@ import os
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,9 @@ from xmlc.errors import DataError
 
 CARD_NAME = "dataset.toml"
 RECIPE_NAME = "recipe.toml"
+
+
+_FileName = Annotated[str, Field(pattern=r"^[^/\\\x00]+$")]  # none leads out of the folder
 
 
 class _Part(BaseModel):
@@ -50,7 +53,7 @@ class Card(_Part):
     propensity_b: float = Field(default=DEFAULT_PROPENSITY_B, gt=0, le=1e6)
     filters: tuple[str, ...] = ()
     """Those of ``files`` that hold (instance, label) pairs to mask."""
-    files: dict[str, str] = Field(min_length=1)
+    files: dict[_FileName, str] = Field(min_length=1)
     """File name to SHA-256 in hexadecimal; empty where the files are not fixed byte by byte."""
 
 
