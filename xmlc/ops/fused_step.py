@@ -258,13 +258,13 @@ def pairs_by_label(offsets: Tensor, labels: Tensor, batch: int, label: int) -> t
             f"{_NAME}: positive_labels must lie in [0, label) = [0, {label}), "
             f"got values from {int(labels.min())} to {int(labels.max())}"
         )
-    instances = torch.arange(batch).repeat_interleave(counts)
+    instances = torch.arange(batch, device=labels.device).repeat_interleave(counts)
     keys = torch.unique(labels.to(torch.int64) * batch + instances)
     return (keys // batch).to(torch.int32), (keys % batch).to(torch.int32)
 
 
-@torch.library.impl("xmlc::fused_step", "cpu")
-def _fused_step_cpu(
+@torch.library.impl("xmlc::fused_step", ("cpu", "cuda"))
+def _fused_step(
     features: Tensor,
     pair_label: Tensor,
     pair_instance: Tensor,
@@ -310,10 +310,11 @@ def _fused_step_cpu(
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
     feature_gradient = torch.empty_like(features)
-    loss_sum = torch.empty((), dtype=torch.float64)
+    loss_sum = torch.empty((), dtype=torch.float64, device=features.device)
     native.run(
-        native.cpu.fused_step,
-        native.threads_for(weight.numel() * batch),
+        "fused_step",
+        weight.device,
+        weight.numel() * batch,
         layer=layer,
         features=features.data_ptr(),
         feature_gradient=feature_gradient.data_ptr(),

@@ -60,8 +60,8 @@ def top_labels_reference(
     return scores, labels.where(scores > -torch.inf, torch.tensor(-1))
 
 
-@torch.library.impl("xmlc::top_labels", "cpu")
-def _top_labels_cpu(
+@torch.library.impl("xmlc::top_labels", ("cpu", "cuda"))
+def _top_labels(
     features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, group_size: int
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
@@ -70,10 +70,11 @@ def _top_labels_cpu(
     if not 1 <= k <= weight.shape[0]:
         raise NativeError(f"{_NAME}: k must lie in [1, label] = [1, {weight.shape[0]}], got {k}")
     scores = features.new_empty(batch, k)
-    labels = torch.empty(batch, k, dtype=torch.int64)
+    labels = torch.empty(batch, k, dtype=torch.int64, device=features.device)
     native.run(
-        native.cpu.top_labels,
-        native.threads_for(weight.numel() * batch),
+        "top_labels",
+        weight.device,
+        weight.numel() * batch,
         layer=layer,
         features=features.data_ptr(),
         scores=scores.data_ptr(),
