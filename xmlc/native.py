@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +27,7 @@ except ImportError as error:
         f"native: the CPU kernels must be built and importable, found: {error}; {_advice}"
     ) from error
 
-_cuda_problem = "not built: no nvcc was found, or XMLC_CUDA was OFF, when this was installed"
+_cuda_problem = "not built: no nvcc was found when this was installed, or XMLC_CUDA was OFF"
 cuda: Any = None
 try:
     cuda = import_module("xmlc._cuda")  # cuda_ext/bindings/cuda.cpp
@@ -47,7 +46,9 @@ if _requested:
     cpu.set_isa(_requested)
 
 
-def run(op: str, device: torch.device, multiply_adds: int, *, layer: dict[str, Any], **arguments: Any) -> None:
+def run(
+    op: str, device: torch.device, multiply_adds: int, *, layer: dict[str, Any], **arguments: Any
+) -> None:
     """Call a native op of the device's backend; torch owns (and counts) the memory of its workspace.
 
     Args:
@@ -108,7 +109,7 @@ def why_no_cuda() -> str | None:
     import torch
 
     if cuda is None:
-        return _cuda_problem
+        return f"CUDA kernels {_cuda_problem}"
     if not torch.cuda.is_available():
         built = torch.version.cuda
         return "torch finds no CUDA device" if built else f"torch {torch.__version__} is built without CUDA"
@@ -131,8 +132,8 @@ def require_cuda() -> None:
     problem = why_no_cuda()
     if problem is not None:
         raise NativeError(
-            f"native: a CUDA device and kernels built for it must be there, found: {problem}; "
-            "use the device cpu, or see `xmlc info`"
+            f"native: a CUDA device and CUDA kernels for it must be there, found: {problem}; "
+            "train on the device cpu, or install where nvcc and a device are (xmlc info shows what is there)"
         )
 
 

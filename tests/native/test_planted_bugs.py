@@ -14,8 +14,8 @@ import pytest
 NATIVE = Path(__file__).resolve().parents[2] / "cuda_ext"
 HARNESS = Path(__file__).with_name("harness.cpp")
 SOURCES = ("sparse_linear.cu", "fused_step.cu", "top_labels.cu", "redistribute.cu")
-FLAGS = ("-std=c++17", "-DXMLC_EMULATE", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
-         "-fno-omit-frame-pointer", "-Wno-unknown-pragmas")  # fmt: skip
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+FLAGS = ("-std=c++17", "-DXMLC_EMULATE", "-O1", "-g", "-Wno-unknown-pragmas", *SANITIZERS)
 
 
 def compile_to(target: Path, source: Path, native: Path) -> Path:
@@ -80,7 +80,9 @@ def test_a_missing_barrier_is_caught(objects: dict[str, Path], tmp_path: Path, b
     file, before, after, source = BARRIERS[barrier]
     finished = planted(objects, tmp_path, file, before, after, source=source)
     assert finished.returncode != 0
-    assert "wrong result" in finished.stderr or "no number" in finished.stderr or "Sanitizer" in finished.stderr
+    assert (
+        "wrong result" in finished.stderr or "no number" in finished.stderr or "Sanitizer" in finished.stderr
+    )
 
 
 def test_too_little_shared_memory_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
@@ -93,21 +95,26 @@ def test_too_little_shared_memory_is_caught(objects: dict[str, Path], tmp_path: 
 
 def test_another_stream_than_the_caller_s_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
     finished = planted(
-        objects, tmp_path, "top_labels.cu", "kWarp, 0, queue.stream,", "kWarp, 0, nullptr,", source="top_labels.cu"
+        objects,
+        tmp_path,
+        "top_labels.cu",
+        "kWarp, 0, queue.stream,",
+        "kWarp, 0, nullptr,",
+        source="top_labels.cu",
     )
     assert finished.returncode == 1
     assert "merge_top_labels: launched on another stream than the caller's" in finished.stderr
 
 
 def test_a_divergent_barrier_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
-    finished = planted(
-        objects, tmp_path, "fused_step.cu", "  __syncthreads();", "  if (threadIdx.x < kWarp) __syncthreads();",
-        source="fused_step.cu",
-    )  # fmt: skip
+    before, after = "  __syncthreads();", "  if (threadIdx.x < kWarp) __syncthreads();"
+    finished = planted(objects, tmp_path, "fused_step.cu", before, after, source="fused_step.cu")
     assert finished.returncode == 1 and "fused_loss: divergent barrier" in finished.stderr
 
 
-def test_a_warp_that_takes_but_one_of_its_row_tiles_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
+def test_a_warp_that_takes_but_one_of_its_row_tiles_is_caught(
+    objects: dict[str, Path], tmp_path: Path
+) -> None:
     finished = planted(
         objects, tmp_path, "logits.cuh", "tile < own.last", "tile < own.first + 1", source="sparse_linear.cu"
     )

@@ -1,7 +1,7 @@
 """Every test of a kernel runs once on each instruction set that this machine has.
 
-With XMLC_EMULATED set to the module that `scripts/emulate` builds, they run on the emulated CUDA kernels instead:
-those of small shapes, in the orders of threads that XMLC_EMULATED_ORDERS names.
+With XMLC_EMULATED set to the module that `scripts/emulate` builds, they run on the emulated CUDA kernels
+instead, in the orders of threads that XMLC_EMULATED_ORDERS names.
 """
 
 import os

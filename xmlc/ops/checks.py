@@ -143,8 +143,10 @@ def _largest(indices: Tensor) -> int:
 
 def _largest_on_device(indices: Tensor) -> int:
     """Return `_largest`; in pieces, because torch must widen them, and waiting for the device once."""
-    flat = indices.flatten()
-    narrow = indices.dtype == torch.uint16
-    pieces = flat.view(torch.int16 if narrow else torch.int32).split(1 << 22)
-    wide = (piece.to(torch.int32) & 0xFFFF if narrow else piece.to(torch.int64) & 0xFFFFFFFF for piece in pieces)
-    return int(torch.stack([piece.max() for piece in wide]).max())
+    signed, wide, mask = (
+        (torch.int16, torch.int32, 0xFFFF)
+        if indices.dtype == torch.uint16
+        else (torch.int32, torch.int64, 0xFFFFFFFF)
+    )
+    pieces = indices.flatten().view(signed).split(1 << 22)
+    return int(torch.stack([(piece.to(wide) & mask).max() for piece in pieces]).max())

@@ -129,6 +129,7 @@ def fused_step(
     Args:
         features: float32 [input, batch].
         positive_offsets: int64 [batch + 1]; instance b has positive_labels[offsets[b]:offsets[b + 1]].
+            They, and only they, may lie on the CPU where the rest is on a device.
         positive_labels: int32 or int64 [pair], in [0, label).
         weight: float32 or bfloat16 [label, fan_in], updated.
         indices: uint16 or int32 [group, fan_in].
@@ -157,14 +158,17 @@ def fused_step(
     """
     named = {"features": features, "weight": weight, "indices": indices, "bias": bias}
     positives = {"positive_offsets": positive_offsets, "positive_labels": positive_labels}
-    checks.tensors(_NAME, **named, **positives, **state.tensors())
+    checks.tensors(_NAME, **named, **state.tensors())
+    checks.tensors(_NAME, **positives)
     if positive_weight is not None:
         checks.tensors(_NAME, positive_weight=positive_weight)
     checks.integers(_NAME, step=step, seed=seed, group_size=group_size)
     checks.numbers(_NAME, learning_rate=learning_rate, scale=scale, gradient_cutoff=gradient_cutoff)
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
-    pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)
+    pair_label, pair_instance = (
+        pair.to(features.device) for pair in pairs_by_label(positive_offsets, positive_labels, batch, label)
+    )
     with torch.no_grad():
         return torch.ops.xmlc.fused_step(
             features,

@@ -101,7 +101,7 @@ def _feature_gradient(
 ) -> Tensor:
     _, batch = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
     layer = checks.layer(
-        _NAME, weight, indices, logit_gradient.new_empty(weight.shape[:1]), group_size, input
+        _NAME, weight, indices, weight.new_empty(weight.shape[:1], dtype=torch.float32), group_size, input
     )
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, weight.shape[0], batch)
@@ -119,15 +119,13 @@ def _feature_gradient(
 
 
 @torch.library.impl("xmlc::sparse_linear_weight_gradient", ("cpu", "cuda"))
-def _weight_gradient(
-    logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int
-) -> Tensor:
+def _weight_gradient(logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int) -> Tensor:
     input, batch = _features(_NAME, features)
     label, _ = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, label, batch)
-    gradient = logit_gradient.new_empty(label, indices.shape[-1])
-    layer = checks.layer(_NAME, gradient, indices, logit_gradient.new_empty(label), group_size, input)
+    gradient = torch.empty(label, indices.shape[-1], dtype=torch.float32, device=logit_gradient.device)
+    layer = checks.layer(_NAME, gradient, indices, gradient.new_empty(label), group_size, input)
     native.run(
         "sparse_linear_weight_gradient",
         gradient.device,

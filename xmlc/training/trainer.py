@@ -69,6 +69,7 @@ class Trainer:
         self.folder = folder
         self.prepared = prepared
         self.model = Model(config, prepared.problem)
+        self.model.move(torch.device(config.training.device))
         self.optimizers = Optimizers(self.model)
         total_steps = len(prepared.train) * config.training.epochs
         self.policy = RedistributionPolicy(config.redistribution, total_steps)
@@ -341,6 +342,8 @@ def train_into(
         StoppedBySignalError: SIGINT or SIGTERM; the run can be resumed.
         XmlcError: Data, config or folder do not fit.
     """
+    if config.training.device == "cuda":
+        native.require_cuda()
     run = RunFolder(folder)
     with run.locked():
         if resume:
@@ -354,7 +357,8 @@ def train_into(
             trainer.resume()
         else:
             run.create(config, data_facts(dataset))
-        run.log(f"training on {torch.get_num_threads()} threads with {native.cpu.isa()} kernels")
+        kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
+        run.log(f"training on {torch.get_num_threads()} threads with {kernels} kernels")
         trainer.run()
         return trainer
 
