@@ -41,6 +41,12 @@ inline void check(cudaError_t error, const char* name) {
                              cudaGetErrorString(error));
 }
 
+inline void clear(void* memory, std::size_t bytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(memory, 0, bytes, stream), "clear");
+}
+
+#if defined(__CUDACC__)  // the bindings are compiled without nvcc
+
 template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {
   extern __shared__ __align__(16) unsigned char storage[];
@@ -61,10 +67,7 @@ void launch(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned thr
   check(cudaGetLastError(), name);
 }
 
-inline void clear(void* memory, std::size_t bytes, cudaStream_t stream) {
-  check(cudaMemsetAsync(memory, 0, bytes, stream), "clear");
-}
-
+#endif
 #endif
 
 }  // namespace xmlc::cuda
