@@ -39,7 +39,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("prefer_huge_pages",
         [](Address base, std::int64_t bytes) { cpu::prefer_huge_pages(at<void>(base), bytes); });
 
-  define_ops<int>(m, "threads",
-                  {&cpu::sparse_linear, &cpu::sparse_linear_feature_gradient, &cpu::sparse_linear_weight_gradient,
-                   &cpu::fused_step, &cpu::top_labels, &cpu::redistribute});
+  define_ops<int>(
+      m, "threads",
+      {&cpu::sparse_linear, &cpu::sparse_linear_feature_gradient, &cpu::sparse_linear_weight_gradient,
+       &cpu::fused_step, &cpu::top_labels, &cpu::redistribute});
 }

@@ -33,12 +33,12 @@ std::int64_t run(const Arguments& arguments, Where where, void* workspace) {
 }
 
 inline void define(py::module_& m) {
-  define_ops<Where>(m, "queue",
-                    {&run<SparseLinearArguments, &sparse_linear>,
-                     &run<SparseLinearArguments, &sparse_linear_feature_gradient>,
-                     &run<SparseLinearArguments, &sparse_linear_weight_gradient>,
-                     &run<FusedStepArguments, &fused_step>, &run<TopLabelsArguments, &top_labels>,
-                     &run<RedistributeArguments, &redistribute>});
+  define_ops<Where>(
+      m, "queue",
+      {&run<SparseLinearArguments, &sparse_linear>,
+       &run<SparseLinearArguments, &sparse_linear_feature_gradient>,
+       &run<SparseLinearArguments, &sparse_linear_weight_gradient>, &run<FusedStepArguments, &fused_step>,
+       &run<TopLabelsArguments, &top_labels>, &run<RedistributeArguments, &redistribute>});
 }
 
 }  // namespace xmlc::cuda

@@ -1,5 +1,5 @@
-// The ops as a Python module, the same for every backend. Tensors arrive as addresses that xmlc/ops has checked; every
-// op is called twice, first with workspace = 0 to learn the bytes of its workspace.
+// The ops as a Python module, the same for every backend. Tensors arrive as addresses that xmlc/ops has
+// checked; every op is called twice, first with workspace = 0 to learn the bytes of its workspace.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -38,7 +38,8 @@ inline IndexType index_type(const std::string& name) {
   return named<IndexType>(name, {{"uint16", IndexType::kUInt16}, {"int32", IndexType::kInt32}});
 }
 inline OptimizerArguments optimizer(const std::string& kind, double learning_rate, double weight_decay,
-                             double momentum, double beta1, double beta2, double eps, std::int64_t step) {
+                                    double momentum, double beta1, double beta2, double eps,
+                                    std::int64_t step) {
   OptimizerArguments o{};
   o.kind = named<Optimizer>(kind, {{"sgd", Optimizer::kSgd},
                                    {"momentum", Optimizer::kMomentum},
@@ -58,8 +59,8 @@ inline OptimizerArguments optimizer(const std::string& kind, double learning_rat
 }
 
 inline Layer layer(Address indices, Address weight, Address bias, const std::string& indices_dtype,
-            const std::string& weight_dtype, std::int64_t input, std::int64_t label, std::int64_t group_size,
-            std::int64_t fan_in) {
+                   const std::string& weight_dtype, std::int64_t input, std::int64_t label,
+                   std::int64_t group_size, std::int64_t fan_in) {
   return {at<const void>(indices),
           at<void>(weight),
           at<float>(bias),
@@ -91,7 +92,8 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
 
   m.def(
       "sparse_linear",
-      [ops](const Layer& layer, Address features, Address logits, std::int64_t batch, const Where& where, Address workspace) {
+      [ops](const Layer& layer, Address features, Address logits, std::int64_t batch, const Where& where,
+            Address workspace) {
         const SparseLinearArguments a{layer, at<const float>(features), at<float>(logits), nullptr, nullptr,
                                       batch};
         py::gil_scoped_release release;
@@ -102,7 +104,7 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "sparse_linear_feature_gradient",
       [ops](const Layer& layer, Address logit_gradient, Address feature_gradient, std::int64_t batch,
-         const Where& where, Address workspace) {
+            const Where& where, Address workspace) {
         const SparseLinearArguments a{
             layer, nullptr, at<float>(logit_gradient), at<float>(feature_gradient), nullptr, batch};
         py::gil_scoped_release release;
@@ -113,7 +115,7 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "sparse_linear_weight_gradient",
       [ops](const Layer& layer, Address features, Address logit_gradient, Address weight_gradient,
-         std::int64_t batch, const Where& where, Address workspace) {
+            std::int64_t batch, const Where& where, Address workspace) {
         const SparseLinearArguments a{layer,   at<const float>(features),  at<float>(logit_gradient),
                                       nullptr, at<float>(weight_gradient), batch};
         py::gil_scoped_release release;
@@ -124,12 +126,12 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "fused_step",
       [ops](const Layer& layer, Address features, Address feature_gradient, Address pair_label,
-         Address pair_instance, std::int64_t pair, Address positive_weight, std::int64_t batch,
-         const std::string& loss, double scale, bool share_positives, double gradient_cutoff,
-         const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum,
-         double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
-         Address weight_second, Address bias_first, Address bias_second, std::uint64_t seed, Address loss_sum,
-         const Where& where, Address workspace) {
+            Address pair_instance, std::int64_t pair, Address positive_weight, std::int64_t batch,
+            const std::string& loss, double scale, bool share_positives, double gradient_cutoff,
+            const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum,
+            double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
+            Address weight_second, Address bias_first, Address bias_second, std::uint64_t seed,
+            Address loss_sum, const Where& where, Address workspace) {
         const FusedStepArguments a{
             layer,
             at<const float>(features),
@@ -166,7 +168,7 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "top_labels",
       [ops](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,
-         std::int64_t k, const Where& where, Address workspace) {
+            std::int64_t k, const Where& where, Address workspace) {
         const TopLabelsArguments a{
             layer, at<const float>(features), at<float>(scores), at<std::int64_t>(labels), batch, k};
         py::gil_scoped_release release;
@@ -177,8 +179,8 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "redistribute",
       [ops](const Layer& layer, Address state0, Address state1, bool by_threshold, bool within_group,
-         double threshold, std::int64_t prune, const std::string& new_value, double new_value_bound,
-         std::uint64_t seed, std::uint64_t step, Address pruned, const Where& where, Address workspace) {
+            double threshold, std::int64_t prune, const std::string& new_value, double new_value_bound,
+            std::uint64_t seed, std::uint64_t step, Address pruned, const Where& where, Address workspace) {
         const RedistributeArguments a{layer,
                                       {at<float>(state0), at<float>(state1)},
                                       by_threshold,

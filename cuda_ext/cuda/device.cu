@@ -1,5 +1,5 @@
-// Whether this build has code for the current device. The driver is asked about an empty kernel, which was compiled
-// for the same architectures as the others.
+// Whether this build has code for the current device. The driver is asked about an empty kernel, which was
+// compiled for the same architectures as the others.
 #include "ops.h"
 
 namespace xmlc::cuda {

@@ -1,7 +1,8 @@
 // One training step of the output layer, block by block of labels, each of which fits the second-level cache:
 // logit gradients of the block, then from them the feature gradient, the weight gradient and the update. So
 // weights and indices come from device memory once and go back once, whatever the batch, and no more than one
-// block of logit gradients ever exists. The normalised losses pass over all logits before, without storing any.
+// block of logit gradients ever exists. The normalised losses pass over all logits before, without storing
+// any.
 #include <cfloat>
 
 #include "../cpu/workspace.h"
@@ -131,8 +132,9 @@ struct VisitGradient {
     const float log_sum = scratch.log_sum[instance], factor = scratch.factor[instance];
     if (!positive) return {0.0f, factor * exponential(logit - log_sum)};
     const float shared = weight * scratch.share[instance];
-    return {0.0f, a.loss == Loss::kSoftmax ? Softmax::positive_gradient(logit, shared, log_sum, factor)
-                                           : DecoupledSoftmax::positive_gradient(logit, shared, log_sum, factor)};
+    return {0.0f, a.loss == Loss::kSoftmax
+                      ? Softmax::positive_gradient(logit, shared, log_sum, factor)
+                      : DecoupledSoftmax::positive_gradient(logit, shared, log_sum, factor)};
   }
 
   template <int kVectors>
@@ -176,8 +178,8 @@ struct VisitGradient {
   }
 };
 
-// Sums exp(logit - reference) of each instance over the labels of a warp. The reference rises only when a logit is far
-// above it, so that one exponential for each logit does.
+// Sums exp(logit - reference) of each instance over the labels of a warp. The reference rises only when a
+// logit is far above it, so that one exponential for each logit does.
 struct VisitNormaliser {
   FusedStepArguments a;
   Scratch scratch;
@@ -240,7 +242,8 @@ struct VisitNormaliser {
   }
 
   template <int kVectors>
-  __device__ void end(State<kVectors>& state, std::int64_t segment, const std::int64_t (&at)[kVectors]) const {
+  __device__ void end(State<kVectors>& state, std::int64_t segment,
+                      const std::int64_t (&at)[kVectors]) const {
     flush(state);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -257,8 +260,8 @@ struct StepArguments {
   Rows rows;
 };
 
-// From the sums of all warps to what the gradient pass needs of each instance, and its loss. One thread for each
-// instance, every sum in one order.
+// From the sums of all warps to what the gradient pass needs of each instance, and its loss. One thread for
+// each instance, every sum in one order.
 __global__ void normalise_kernel(StepArguments arguments) {
   const FusedStepArguments& a = arguments.a;
   const Scratch& s = arguments.scratch;
@@ -269,8 +272,8 @@ __global__ void normalise_kernel(StepArguments arguments) {
     reference = larger(s.reference[segment * a.batch + instance], reference);
   double sum = 0.0;
   for (std::int64_t segment = 0; segment < s.segments; ++segment) {
-    const double below = static_cast<double>(s.reference[segment * a.batch + instance]) -
-                         static_cast<double>(reference);
+    const double below =
+        static_cast<double>(s.reference[segment * a.batch + instance]) - static_cast<double>(reference);
     sum += s.exponentials[segment * a.batch + instance] * exp(below);
   }
   const float log_sum = static_cast<float>(static_cast<double>(reference) + log(sum));
@@ -326,9 +329,9 @@ __device__ __forceinline__ float value_of(BFloat16 weight) { return widen(weight
 
 // The random word of connection k of a label, as every backend draws it.
 __device__ __forceinline__ std::uint32_t weight_word(RandomKey key, std::int64_t label, std::int64_t k) {
-  const auto words = weight_words(key, static_cast<std::uint64_t>(label),
-                                  static_cast<std::uint32_t>(k / (4 * kWordLanes)),
-                                  static_cast<std::uint32_t>(k % kWordLanes));
+  const auto words =
+      weight_words(key, static_cast<std::uint64_t>(label), static_cast<std::uint32_t>(k / (4 * kWordLanes)),
+                   static_cast<std::uint32_t>(k % kWordLanes));
   const int part = static_cast<int>(k / kWordLanes % 4);
   return part == 0 ? words.word[0] : part == 1 ? words.word[1] : part == 2 ? words.word[2] : words.word[3];
 }
@@ -339,13 +342,14 @@ __global__ void update_kernel(StepArguments arguments) {
   const FusedStepArguments& a = arguments.a;
   const Scratch& s = arguments.scratch;
   const std::int64_t fan_in = a.layer.fan_in;
-  const Range own = own_tiles(arguments.rows.count, arguments.rows.count < kMostSegments ? arguments.rows.count
-                                                                                         : kMostSegments);
+  const Range own = own_tiles(arguments.rows.count,
+                              arguments.rows.count < kMostSegments ? arguments.rows.count : kMostSegments);
   for (std::int64_t row = own.first; row < own.last; ++row) {
     const std::int64_t label = arguments.rows.first + row;
     const float* gradient = s.weight_gradient + row * fan_in;
     float bias_gradient = 0.0f, squares = 0.0f;
-    for (std::int64_t b = lane(); b < a.batch; b += kWarp) bias_gradient += s.logit_gradient[row * a.batch + b];
+    for (std::int64_t b = lane(); b < a.batch; b += kWarp)
+      bias_gradient += s.logit_gradient[row * a.batch + b];
     bias_gradient = sum_over_lanes(bias_gradient);
     bool any = bias_gradient != 0.0f;
     for (std::int64_t k = lane(); k < fan_in; k += kWarp) {

@@ -1,5 +1,5 @@
-// Gradients of features and weights for the logit gradients of some labels: what the unfused layer and the fused
-// step share.
+// Gradients of features and weights for the logit gradients of some labels: what the unfused layer and the
+// fused step share.
 #pragma once
 
 #include "ops.h"

@@ -1,4 +1,5 @@
-// One pass over the logits of some labels, which no memory needs to hold: a visitor takes them from the registers.
+// One pass over the logits of some labels, which no memory needs to hold: a visitor takes them from the
+// registers.
 //
 // A visitor has a State for each thread and
 //   begin(State&, Range labels, segment)           before the first label of the warp,

@@ -1,5 +1,5 @@
-// The ops of the CUDA backend. Each takes a workspace of the size that it returns; with a null workspace it only
-// measures. All work is queued on the stream; nothing waits for the device.
+// The ops of the CUDA backend. Each takes a workspace of the size that it returns; with a null workspace it
+// only measures. All work is queued on the stream; nothing waits for the device.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Connection redistribution in place, with the same choices and draws as on the CPU, bit for bit.
 //
 // The boundary of what is pruned is found by a radix selection over (score, hash, position): passes of 65,536
-// counters, 16 bits each. The last four, over the position, decide only among equal (score, hash) and otherwise end at
-// once. Then one thread for each group draws new inputs.
+// counters, 16 bits each. The last four, over the position, decide only among equal (score, hash) and
+// otherwise end at once. Then one thread for each group draws new inputs.
 #include "../cpu/workspace.h"
 #include "ops.h"
 #include "rows.cuh"
@@ -17,8 +17,8 @@ constexpr unsigned kThreads = 256;
 constexpr std::int64_t kMostThreads = std::int64_t{1} << 16;
 constexpr std::uint32_t kGrowStream = 0, kValueStream = 1;
 
-// Connections are pruned whose (key, slot) is below (key, slot) of the boundary, or equal. `rank`: how many of those
-// with the digits found so far.
+// Connections are pruned whose (key, slot) is below (key, slot) of the boundary, or equal. `rank`: how many
+// of those with the digits found so far.
 struct Boundary {
   std::uint64_t key, slot;
   std::int64_t rank;
@@ -28,12 +28,12 @@ struct Boundary {
 struct Arguments {
   RedistributeArguments a;
   std::int64_t groups, threads;
-  int pass;                     // 0 to 3: a digit of the key, 4 to 7: of the slot
-  unsigned long long* counts;   // [kDigits]
-  Boundary* boundary;           // [1]
-  std::int32_t* present;        // [fan_in, threads]: a group's inputs, rising
-  std::uint64_t* keys;          // [fan_in, threads]
-  std::uint8_t* prune;          // [fan_in, threads]
+  int pass;                    // 0 to 3: a digit of the key, 4 to 7: of the slot
+  unsigned long long* counts;  // [kDigits]
+  Boundary* boundary;          // [1]
+  std::int32_t* present;       // [fan_in, threads]: a group's inputs, rising
+  std::uint64_t* keys;         // [fan_in, threads]
+  std::uint8_t* prune;         // [fan_in, threads]
 };
 
 __device__ __forceinline__ std::int64_t thread_number() {
@@ -67,7 +67,8 @@ struct Group {
     const std::uint64_t seed = (std::uint64_t{random.high} << 32) | random.low;
     return (std::uint64_t{to_bits(absolute(score(k)))} << 32) | (mix(seed ^ slot(k)) >> 32);
   }
-  __device__ RandomWords<std::uint32_t> words(std::int64_t k, std::uint32_t stream, std::uint32_t within) const {
+  __device__ RandomWords<std::uint32_t> words(std::int64_t k, std::uint32_t stream,
+                                              std::uint32_t within) const {
     return philox(arguments.a.random, static_cast<std::uint32_t>(slot(k)),
                   static_cast<std::uint32_t>(slot(k) >> 32), stream, within);
   }
@@ -84,8 +85,10 @@ __global__ void count_kernel(Arguments s) {
     const std::uint64_t key = group.key(at % layer.fan_in);
     const std::uint64_t value = s.pass < 4 ? key : static_cast<std::uint64_t>(at);
     const std::uint64_t wanted = s.pass < 4 ? boundary.key : boundary.slot;
-    const bool same_before = shift + kDigitBits == 64 || value >> (shift + kDigitBits) == wanted >> (shift + kDigitBits);
-    if (same_before && (s.pass < 4 || key == boundary.key)) atomicAdd(s.counts + ((value >> shift) & (kDigits - 1)), 1ull);
+    const bool same_before =
+        shift + kDigitBits == 64 || value >> (shift + kDigitBits) == wanted >> (shift + kDigitBits);
+    if (same_before && (s.pass < 4 || key == boundary.key))
+      atomicAdd(s.counts + ((value >> shift) & (kDigits - 1)), 1ull);
   }
 }
 
@@ -99,7 +102,8 @@ __global__ void select_kernel(Arguments s) {
   constexpr std::int64_t kShare = kDigits / kThreads;
   if (s.boundary->found) return;  // all threads alike
   std::int64_t total = 0;
-  for (std::int64_t i = 0; i < kShare; ++i) total += static_cast<std::int64_t>(s.counts[threadIdx.x * kShare + i]);
+  for (std::int64_t i = 0; i < kShare; ++i)
+    total += static_cast<std::int64_t>(s.counts[threadIdx.x * kShare + i]);
   shared.total[threadIdx.x] = total;
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -126,11 +130,11 @@ __global__ void begin_kernel(Arguments s) {
 __device__ void mark(const Arguments& s, const Group& group, std::int64_t thread) {
   const std::int64_t fan_in = s.a.layer.fan_in;
   if (s.a.by_threshold) {
-    for (std::int64_t k = 0; k < fan_in; ++k) s.prune[k * s.threads + thread] = group.score(k) < s.a.threshold;
+    for (std::int64_t k = 0; k < fan_in; ++k)
+      s.prune[k * s.threads + thread] = group.score(k) < s.a.threshold;
   } else if (s.a.within_group) {
     // Groups take floor or ceil of their share such that the layer's total is exact.
-    const std::int64_t count =
-        (group.group + 1) * s.a.prune / s.groups - group.group * s.a.prune / s.groups;
+    const std::int64_t count = (group.group + 1) * s.a.prune / s.groups - group.group * s.a.prune / s.groups;
     for (std::int64_t k = 0; k < fan_in; ++k) s.keys[k * s.threads + thread] = group.key(k);
     for (std::int64_t k = 0; k < fan_in; ++k) {
       const std::uint64_t own = s.keys[k * s.threads + thread];

@@ -1,7 +1,8 @@
 // How the layer is cut for the device. A warp takes a row tile: one label, or sixteen of a group (which share
-// their inputs), and 32 or 64 instances, one or two for each lane. So a gathered input is one coalesced run of
-// 128 bytes for each register, and all lanes need the same index and weight, which go through shared memory, 32
-// connections at a time. Row tiles are shared among warps by `segment`: any number of labels fits any grid.
+// their inputs), and 32 or 64 instances, one or two for each lane. So a gathered input is one coalesced run
+// of 128 bytes for each register, and all lanes need the same index and weight, which go through shared
+// memory, 32 connections at a time. Row tiles are shared among warps by `segment`: any number of labels fits
+// any grid.
 #pragma once
 
 #include <cstdint>
@@ -100,7 +101,8 @@ struct Stage {
   float weight[kColumns][kRows];
 };
 
-// Lane k brings connection first + k. Between two calls the warp must have read what it needs: it meets twice.
+// Lane k brings connection first + k. Between two calls the warp must have read what it needs: it meets
+// twice.
 template <int kRows>
 __device__ __forceinline__ int fill(Stage<kRows>& stage, const Layer& layer, std::int64_t label, int rows,
                                     std::int64_t first) {

@@ -1,9 +1,9 @@
 // The unfused layer, and the gradients that the fused step shares.
 //
-// The feature gradient of many labels meets in the same rows: by atomics (a warp adds 128 bytes at a time, which
-// the second-level cache does), or, where bits must not depend on the order, each warp owns some inputs and
-// reads all connections in order. The weight gradient needs no atomics: a warp owns its row tile, every lane sums
-// its own instances for 32 weights at a time, and 31 exchanges then add the lanes.
+// The feature gradient of many labels meets in the same rows: by atomics (a warp adds 128 bytes at a time,
+// which the second-level cache does), or, where bits must not depend on the order, each warp owns some inputs
+// and reads all connections in order. The weight gradient needs no atomics: a warp owns its row tile, every
+// lane sums its own instances for 32 weights at a time, and 31 exchanges then add the lanes.
 #include "gradients.h"
 #include "logits.cuh"
 
@@ -19,7 +19,8 @@ struct StoreLogits {
   template <int kVectors>
   struct State {};
   template <int kVectors>
-  __device__ void begin(State<kVectors>&, std::int64_t, std::int64_t, const std::int64_t (&)[kVectors]) const {}
+  __device__ void begin(State<kVectors>&, std::int64_t, std::int64_t,
+                        const std::int64_t (&)[kVectors]) const {}
   template <int kVectors>
   __device__ void visit(State<kVectors>&, std::int64_t label, const std::int64_t (&at)[kVectors],
                         const float (&logit)[kVectors]) const {
@@ -50,7 +51,8 @@ struct OwnerShared {
   float sum[kWarps][kOwnInputs][kVectors * kWarp];
 };
 
-// Logit gradients of a row tile for this lane's instances; zero beyond labels and batch. True if any lane has one.
+// Logit gradients of a row tile for this lane's instances; zero beyond labels and batch. True if any lane has
+// one.
 template <int kRows, int kVectors>
 __device__ __forceinline__ bool load_gradients(const GradientArguments& a, std::int64_t label, int rows,
                                                const std::int64_t (&at)[kVectors],
@@ -100,7 +102,7 @@ template <int kRows, int kVectors>
 __global__ void ordered_feature_gradient_kernel(GradientArguments a) {
   auto& shared = shared_memory<OwnerShared<kRows, kVectors>>();
   Stage<kRows>& stage = shared.stage[warp()];
-  float(&sum)[kOwnInputs][kVectors * kWarp] = shared.sum[warp()];
+  float (&sum)[kOwnInputs][kVectors * kWarp] = shared.sum[warp()];
   const std::int64_t first_input = segment() * kOwnInputs;
   if (first_input >= a.rows.layer.input) return;  // the whole warp; no barrier of the block follows
   std::int64_t at[kVectors];
@@ -168,8 +170,8 @@ __global__ void weight_gradient_kernel(GradientArguments a) {
 #pragma unroll
       for (int c = 0; c < kAtOnce; ++c)
         row[c] = first + c < layer.fan_in
-                     ? a.features + a.rows.batch * load_index(layer, label / layer.group_size * layer.fan_in +
-                                                                         first + c)
+                     ? a.features + a.rows.batch *
+                                        load_index(layer, label / layer.group_size * layer.fan_in + first + c)
                      : nullptr;
       float sum[kWarp] = {};
       for (std::int64_t begin = 0; begin < a.rows.batch; begin += kWarp) {
@@ -199,13 +201,14 @@ void add_feature_gradient(const Rows& rows, const float* logit_gradient, float* 
                           const Queue& queue) {
   const std::int64_t owners = (rows.layer.input + kOwnInputs - 1) / kOwnInputs;
   const std::int64_t segments = queue.deterministic ? owners : segments_for(rows);
-  const GradientArguments arguments{rows, nullptr, logit_gradient, feature_gradient, row_tiles(rows), segments};
+  const GradientArguments arguments{rows,    nullptr, logit_gradient, feature_gradient, row_tiles(rows),
+                                    segments};
   const dim3 grid = grid_for(segments, batch_tiles(rows.batch));
   with_tile(rows, [&](auto height, auto vectors) {
     constexpr int kRows = decltype(height)::kValue, kVectors = decltype(vectors)::kValue;
     if (queue.deterministic)
-      launch("ordered_feature_gradient", &ordered_feature_gradient_kernel<kRows, kVectors>, grid, kWarps * kWarp,
-             sizeof(OwnerShared<kRows, kVectors>), queue.stream, arguments);
+      launch("ordered_feature_gradient", &ordered_feature_gradient_kernel<kRows, kVectors>, grid,
+             kWarps * kWarp, sizeof(OwnerShared<kRows, kVectors>), queue.stream, arguments);
     else
       launch("feature_gradient", &feature_gradient_kernel<kRows, kVectors>, grid, kWarps * kWarp,
              sizeof(GradientShared<kRows>), queue.stream, arguments);
@@ -215,14 +218,14 @@ void add_feature_gradient(const Rows& rows, const float* logit_gradient, float* 
 void compute_weight_gradient(const Rows& rows, const float* features, const float* logit_gradient,
                              float* weight_gradient, const Queue& queue) {
   const std::int64_t segments = segments_for(rows);
-  const GradientArguments arguments{rows,     features, logit_gradient, weight_gradient, row_tiles(rows),
+  const GradientArguments arguments{rows,    features, logit_gradient, weight_gradient, row_tiles(rows),
                                     segments};
   if (rows_of_tile(rows.layer) == 1)
-    launch("weight_gradient", &weight_gradient_kernel<1>, grid_for(segments, 1), kWarps * kWarp, 0, queue.stream,
-           arguments);
+    launch("weight_gradient", &weight_gradient_kernel<1>, grid_for(segments, 1), kWarps * kWarp, 0,
+           queue.stream, arguments);
   else
-    launch("weight_gradient", &weight_gradient_kernel<16>, grid_for(segments, 1), kWarps * kWarp, 0, queue.stream,
-           arguments);
+    launch("weight_gradient", &weight_gradient_kernel<16>, grid_for(segments, 1), kWarps * kWarp, 0,
+           queue.stream, arguments);
 }
 
 std::int64_t sparse_linear(const SparseLinearArguments& a, const Queue& queue, void* workspace) {
@@ -233,14 +236,16 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, const Queue& queue, v
   return 0;
 }
 
-std::int64_t sparse_linear_feature_gradient(const SparseLinearArguments& a, const Queue& queue, void* workspace) {
+std::int64_t sparse_linear_feature_gradient(const SparseLinearArguments& a, const Queue& queue,
+                                            void* workspace) {
   if (workspace == nullptr) return 0;
   clear(a.feature_gradient, static_cast<std::size_t>(a.layer.input * a.batch) * sizeof(float), queue.stream);
   add_feature_gradient(all_rows(a), a.logits, a.feature_gradient, queue);
   return 0;
 }
 
-std::int64_t sparse_linear_weight_gradient(const SparseLinearArguments& a, const Queue& queue, void* workspace) {
+std::int64_t sparse_linear_weight_gradient(const SparseLinearArguments& a, const Queue& queue,
+                                           void* workspace) {
   if (workspace == nullptr) return 0;
   compute_weight_gradient(all_rows(a), a.features, a.logits, a.weight_gradient, queue);
   return 0;

@@ -1,7 +1,7 @@
-// Exact top-k without storing logits: every lane keeps the k best of its instance among the labels of its warp, and a
-// label is looked at closely only if it beats the worst of them. Labels come in rising order and only a strictly
-// larger logit replaces, so ties stay with the lowest label; then a warp for each instance merges the lists, of
-// which earlier ones hold lower labels.
+// Exact top-k without storing logits: every lane keeps the k best of its instance among the labels of its
+// warp, and a label is looked at closely only if it beats the worst of them. Labels come in rising order and
+// only a strictly larger logit replaces, so ties stay with the lowest label; then a warp for each instance
+// merges the lists, of which earlier ones hold lower labels.
 #include "../cpu/workspace.h"
 #include "logits.cuh"
 #include "ops.h"
@@ -9,7 +9,8 @@
 namespace xmlc::cuda {
 namespace {
 
-constexpr std::int64_t kListBytes = std::int64_t{64} << 20;  // of all lists together, unless one list needs more
+constexpr std::int64_t kListBytes = std::int64_t{64}
+                                    << 20;  // of all lists together, unless one list needs more
 
 struct Lists {
   std::int64_t segments;
@@ -120,7 +121,8 @@ std::int64_t top_labels(const TopLabelsArguments& a, const Queue& queue, void* w
   const Rows rows{a.layer, 0, a.layer.label, a.batch};
   Lists lists{};
   lists.segments = segments_for(rows);
-  const std::int64_t list_bytes = a.batch * a.k * static_cast<std::int64_t>(sizeof(float) + sizeof(std::int64_t));
+  const std::int64_t list_bytes =
+      a.batch * a.k * static_cast<std::int64_t>(sizeof(float) + sizeof(std::int64_t));
   const std::int64_t fitting = kListBytes / list_bytes;
   if (fitting < lists.segments) lists.segments = fitting < 1 ? 1 : fitting;
   cpu::Workspace arrays(workspace);

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <random>
 #include <stdexcept>
-#include <utility>
 #include <string>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -186,9 +186,7 @@ void check_stream(const char* name, cudaStream_t stream) {
     refuse(name, "launched on another stream than the caller's");
 }
 
-void wait(Wait what) {
-  to_scheduler(what == Wait::kBlock ? State::kAtBlock : State::kAtWarp);
-}
+void wait(Wait what) { to_scheduler(what == Wait::kBlock ? State::kAtBlock : State::kAtWarp); }
 
 const std::uint64_t* exchange(unsigned mask, std::uint64_t bits) {
   if (mask != 0xffffffffu) throw std::runtime_error("emulator: the mask of an exchange must name all lanes");

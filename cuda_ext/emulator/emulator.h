@@ -1,11 +1,11 @@
-// Runs CUDA kernels on the CPU: one fiber for each CUDA thread, one block at a time. Replaces the CUDA headers
-// in a build with XMLC_EMULATE; the .cu files are compiled unchanged.
+// Runs CUDA kernels on the CPU: one fiber for each CUDA thread, one block at a time. Replaces the CUDA
+// headers in a build with XMLC_EMULATE; the .cu files are compiled unchanged.
 //
-// A fiber runs until it meets a barrier or an exchange between the lanes of its warp. The order in which fibers run
-// is chosen (`set_order`): what depends on it lacks a barrier. Shared memory is a fresh heap block of NaN for every
-// block of threads, so that a sanitizer sees what runs past it and a test sees what was never written. Barriers
-// and exchanges that not all threads reach end in an exception. There is no model of the memory's order, atomics are
-// plain additions, and nothing is said about speed.
+// A fiber runs until it meets a barrier or an exchange between the lanes of its warp. The order in which
+// fibers run is chosen (`set_order`): what depends on it lacks a barrier. Shared memory is a fresh heap block
+// of NaN for every block of threads, so that a sanitizer sees what runs past it and a test sees what was
+// never written. Barriers and exchanges that not all threads reach end in an exception. There is no model of
+// the memory's order, atomics are plain additions, and nothing is said about speed.
 #pragma once
 
 #include <cmath>
@@ -46,7 +46,8 @@ void wait(Wait);
 const std::uint64_t* exchange(unsigned mask, std::uint64_t bits);
 
 // Runs `body` once for every thread of every block; throws std::runtime_error where they do not meet.
-void launch(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes, const std::function<void()>& body);
+void launch(const char* name, dim3 grid, dim3 block, std::size_t shared_bytes,
+            const std::function<void()>& body);
 
 // Streams are addresses that a test may list: work on another stream than the one given is refused.
 void expect_stream(cudaStream_t);  // null: any
@@ -81,7 +82,8 @@ T __shfl_sync(unsigned mask, T value, unsigned lane) {
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   const std::uint64_t* lanes = xmlc::emulator::exchange(mask, predicate != 0);
   unsigned bits = 0;
-  for (unsigned lane = 0; lane < xmlc::emulator::kWarp; ++lane) bits |= static_cast<unsigned>(lanes[lane]) << lane;
+  for (unsigned lane = 0; lane < xmlc::emulator::kWarp; ++lane)
+    bits |= static_cast<unsigned>(lanes[lane]) << lane;
   return bits;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }

@@ -1,5 +1,5 @@
-// Runs the emulated CUDA ops on small layers, in every order of threads, against plain loops in float64. Ends with
-// status 1 and a line that says what was wrong. `harness bad-index` gives the ops an index out of range.
+// Runs the emulated CUDA ops on small layers, in every order of threads, against plain loops in float64. Ends
+// with status 1 and a line that says what was wrong. `harness bad-index` gives the ops an index out of range.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "emulator/emulator.h"
 #include "cuda/ops.h"
+#include "emulator/emulator.h"
 
 using namespace xmlc;
 
@@ -43,8 +43,8 @@ struct Problem {
     for (std::int64_t at = 0; at < i * b; ++at) features.push_back(normal(random));
   }
   Layer layer() {
-    return {indices.data(), weight.data(), bias.data(), IndexType::kInt32, WeightType::kFloat32,
-            input,          label,         group_size,  fan_in};
+    return {indices.data(), weight.data(), bias.data(), IndexType::kInt32, WeightType::kFloat32, input,
+            label,          group_size,    fan_in};
   }
   std::int64_t index(std::int64_t l, std::int64_t k) const { return indices[l / group_size * fan_in + k]; }
   double logit(std::int64_t l, std::int64_t b) const {
@@ -124,7 +124,8 @@ void fused_step(Problem p, Loss loss) {
   a.loss_sum = &total;
   run(cuda::fused_step, a);
   require(std::isfinite(total), "the loss is no number");
-  if (loss != Loss::kSquaredHinge) return;  // the others are for the sanitizers; the op tests know their values
+  if (loss != Loss::kSquaredHinge)
+    return;  // the others are for the sanitizers; the op tests know their values
   double exact = 0.0;
   std::vector<double> bias;
   for (std::int64_t l = 0; l < p.label; ++l) {
@@ -150,7 +151,8 @@ void top_labels(Problem& p, std::int64_t k) {
     for (std::int64_t l = 0; l < p.label; ++l) sorted.push_back(p.logit(l, b));
     std::sort(sorted.rbegin(), sorted.rend());
     for (std::int64_t rank = 0; rank < k; ++rank)
-      require(std::abs(scores[b * k + rank] - sorted[rank]) <= 1e-4 * (1.0 + std::abs(sorted[rank])), "score");
+      require(std::abs(scores[b * k + rank] - sorted[rank]) <= 1e-4 * (1.0 + std::abs(sorted[rank])),
+              "score");
   }
 }
 
@@ -165,7 +167,8 @@ void redistribute(Problem p, bool within_group) {
   require(pruned == a.prune, "pruned " + std::to_string(pruned) + " of " + std::to_string(a.prune));
   for (std::size_t at = 0; at < p.indices.size(); at += static_cast<std::size_t>(p.fan_in)) {
     const std::set<std::int32_t> row(p.indices.begin() + at, p.indices.begin() + at + p.fan_in);
-    require(static_cast<std::int64_t>(row.size()) == p.fan_in && *row.rbegin() < p.input, "inputs of a group");
+    require(static_cast<std::int64_t>(row.size()) == p.fan_in && *row.rbegin() < p.input,
+            "inputs of a group");
   }
 }
 
@@ -176,8 +179,10 @@ int main(int count, char** arguments) {
   try {
     for (auto order : {emulator::Order::kForward, emulator::Order::kReverse, emulator::Order::kRandom}) {
       emulator::set_order(order);
-      for (auto [label, fan_in, input, batch, group_size] :
-           {std::array<std::int64_t, 5>{7, 5, 40, 3, 1}, {70, 33, 90, 35, 1}, {70, 33, 90, 70, 16}, {3, 64, 64, 33, 64}}) {
+      for (auto [label, fan_in, input, batch, group_size] : {std::array<std::int64_t, 5>{7, 5, 40, 3, 1},
+                                                             {70, 33, 90, 35, 1},
+                                                             {70, 33, 90, 70, 16},
+                                                             {3, 64, 64, 33, 64}}) {
         Problem p(label, fan_in, input, batch, group_size);
         if (count > 1 && std::strcmp(arguments[1], "bad-index") == 0)
           p.indices.back() = static_cast<std::int32_t>(input + 1);

@@ -1,4 +1,5 @@
-// Everything that differs between a device and the emulator: how kernels start, shared memory, and clearing memory.
+// Everything that differs between a device and the emulator: how kernels start, shared memory, and clearing
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +23,8 @@ Shared& shared_memory() {
 }
 
 template <class Arguments>
-void launch(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned threads, std::size_t shared_bytes,
-            cudaStream_t stream, const Arguments& arguments) {
+void launch(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned threads,
+            std::size_t shared_bytes, cudaStream_t stream, const Arguments& arguments) {
   emulator::check_stream(name, stream);
   emulator::launch(name, grid, dim3(threads), shared_bytes, [&] { kernel(arguments); });
 }
@@ -37,8 +38,8 @@ inline void clear(void* memory, std::size_t bytes, cudaStream_t stream) {
 
 inline void check(cudaError_t error, const char* name) {
   if (error != cudaSuccess)
-    throw std::runtime_error(std::string("native: ") + name + " must run on the device, found: " +
-                             cudaGetErrorString(error));
+    throw std::runtime_error(std::string("native: ") + name +
+                             " must run on the device, found: " + cudaGetErrorString(error));
 }
 
 inline void clear(void* memory, std::size_t bytes, cudaStream_t stream) {
@@ -56,14 +57,14 @@ __device__ __forceinline__ Shared& shared_memory() {
 // Starts a kernel on a stream and reports what the driver refuses; what fails later shows at the next
 // synchronisation.
 template <class Arguments>
-void launch(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned threads, std::size_t shared_bytes,
-            cudaStream_t stream, const Arguments& arguments) {
+void launch(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned threads,
+            std::size_t shared_bytes, cudaStream_t stream, const Arguments& arguments) {
   constexpr std::size_t kDefaultSharedBytes = 48 * 1024;  // beyond, a kernel must ask
   if (shared_bytes > kDefaultSharedBytes)
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared_bytes)),
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
           name);
-  kernel<<<grid, threads, shared_bytes, stream>>>(arguments);
+  kernel<<<grid, threads, shared_bytes, stream> > >(arguments);
   check(cudaGetLastError(), name);
 }
 
