@@ -124,7 +124,10 @@ std::int64_t top_labels(const TopLabelsArguments& a, const Queue& queue, void* w
   const std::int64_t list_bytes =
       a.batch * a.k * static_cast<std::int64_t>(sizeof(float) + sizeof(std::int64_t));
   const std::int64_t fitting = kListBytes / list_bytes;
-  if (fitting < lists.segments) lists.segments = fitting < 1 ? 1 : fitting;
+  const std::int64_t worthwhile =
+      a.layer.label / a.k;  // more, and lists are longer than what they choose from
+  const std::int64_t most = fitting < worthwhile ? fitting : worthwhile;
+  if (most < lists.segments) lists.segments = most < 1 ? 1 : most;
   cpu::Workspace arrays(workspace);
   lists.scores = arrays.take<float>(lists.segments * a.batch * a.k);
   lists.labels = arrays.take<std::int64_t>(lists.segments * a.batch * a.k);
