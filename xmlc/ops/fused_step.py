@@ -124,8 +124,8 @@ def fused_step(
 
     bfloat16 weights are rounded stochastically, from a counter of (seed, step, label, connection); the
     expectation is exact, except that a finite value stays finite beyond the largest bfloat16.
-    Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads; on a CUDA
-    device the feature gradient's last bits vary unless torch is told to use deterministic algorithms.
+    Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads; on a
+    CUDA device the feature gradient's last bits vary unless torch is told to use deterministic algorithms.
 
     Args:
         features: float32 [input, batch].

@@ -64,7 +64,9 @@ void launch(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned thr
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
           name);
-  kernel<<<grid, threads, shared_bytes, stream> > >(arguments);
+  // clang-format off
+  kernel<<<grid, threads, shared_bytes, stream>>>(arguments);
+  // clang-format on
   check(cudaGetLastError(), name);
 }
 
