@@ -13,6 +13,8 @@ more than twice the plain implementation's own error (`assert_no_worse_than_plai
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -641,6 +643,36 @@ def assert_within_rounded(found: Tensor, exact: Tensor, bound: Tensor, what: str
 def bits(value: Tensor) -> bytes:
     """Return a tensor's memory, so that equality means the same bits (and NaN equals NaN)."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+EMULATED = ("emulated-forward", "emulated-reverse", "emulated-random")
+"""The CUDA kernels on the emulator, by the order in which it runs the threads of a block."""
+
+
+@cache
+def emulated_module() -> Any:
+    """Return the module of the emulated CUDA kernels that `scripts/emulate` has built."""
+    path = os.environ["XMLC_EMULATED"]
+    spec = importlib.util.spec_from_file_location("xmlc._emulated", path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Run the native ops with this instruction set, or with the emulated CUDA kernels."""
+    if name not in EMULATED:
+        with isa(name):
+            yield
+        return
+    native.emulated = emulated_module()
+    native.emulated.set_order(name.removeprefix("emulated-"))
+    try:
+        yield
+    finally:
+        native.emulated = None
 
 
 @contextmanager

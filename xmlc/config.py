@@ -221,6 +221,8 @@ class TrainingConfig(Section):
     """Instances of one step."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, connections, order, dropout and rounding."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model is trained; ``cuda`` needs a device and kernels built for it (`xmlc info`)."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of the native kernels and of torch; 0 takes torch's own number."""
     deterministic: bool = False

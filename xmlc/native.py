@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xmlc.errors import NativeError
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     cpu: Any = import_module("xmlc._cpu")  # cuda_ext/bindings/cpu.cpp
@@ -27,6 +30,15 @@ except ImportError as error:
         f"native: the CPU kernels must be built and importable, found: {error}; {_advice}"
     ) from error
 
+_cuda_problem = "not built: no nvcc was found when this was installed, or XMLC_CUDA was OFF"
+cuda: Any = None
+try:
+    cuda = import_module("xmlc._cuda")  # cuda_ext/bindings/cuda.cpp
+except ModuleNotFoundError:
+    pass
+except ImportError as error:
+    _cuda_problem = f"built, but not importable: {error}"
+
 _requested = os.environ.get("XMLC_ISA")
 if _requested:
     if _requested not in cpu.available_isas():
@@ -37,22 +49,61 @@ if _requested:
     cpu.set_isa(_requested)
 
 
-def run(op: Callable[..., int], threads: int, **arguments: Any) -> None:
-    """Call a native op with a workspace of the size it asks for; torch owns (and counts) the memory."""
+def run(
+    op: str,
+    device: torch.device,
+    multiply_adds: int,
+    *,
+    layer: dict[str, Any],
+    offsets: dict[str, int] | None = None,
+    **arguments: Any,
+) -> None:
+    """Call a native op of the device's backend; torch owns (and counts) the memory of its workspace.
+
+    Args:
+        op: Name of the op in the native modules.
+        device: Where all its tensors are.
+        multiply_adds: Size of the work, from which the CPU's number of threads follows.
+        layer: Arguments of the module's ``Layer``.
+        offsets: Arguments of the module's ``LogitOffsets``, for the ops that take them.
+        arguments: The op's other arguments.
+    """
     import torch
 
-    size_bytes = op(threads=threads, workspace=0, **arguments)
+    module, where = _backend(device, multiply_adds)
+    arguments = {**where, "layer": module.Layer(**layer), **arguments}
+    if offsets is not None:
+        arguments["offsets"] = module.LogitOffsets(**offsets)
+    call = getattr(module, op)
+    size_bytes = call(workspace=0, **arguments)
     # Room to start at a huge page; bytes that nothing touches take no memory.
-    slack = cpu.HUGE_PAGE if size_bytes >= cpu.HUGE_PAGE else 0
-    workspace = torch.empty(size_bytes + slack, dtype=torch.uint8)
+    slack = cpu.HUGE_PAGE if module is cpu and size_bytes >= cpu.HUGE_PAGE else 0
+    workspace = torch.empty(max(1, size_bytes + slack), dtype=torch.uint8, device=device)
     address = workspace.data_ptr()
     if slack:
         address += -address % slack
         cpu.prefer_huge_pages(address, size_bytes)
     try:
-        op(threads=threads, workspace=address, **arguments)
-    except RuntimeError as error:  # threads refused by the system
+        call(workspace=address, **arguments)
+    except RuntimeError as error:  # threads refused by the system, or a launch by the driver
         raise NativeError(str(error)) from None
+
+
+emulated: Any = None
+"""Set by tests: the CUDA kernels on the emulator, which then take CPU tensors in the place of the CPU's."""
+
+
+def _backend(device: torch.device, multiply_adds: int) -> tuple[Any, dict[str, Any]]:
+    """Return the native module for a device, and what a call says about where to work."""
+    import torch
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        require_cuda()
+        return cuda, {"queue": (device.index, torch.cuda.current_stream(device).cuda_stream, deterministic)}
+    if emulated is not None:
+        return emulated, {"queue": (0, 0, deterministic)}
+    return cpu, {"threads": threads_for(multiply_adds)}
 
 
 def threads_for(multiply_adds: int) -> int:
@@ -80,18 +131,59 @@ def kernel_threads(count: int) -> Iterator[None]:
 _kernel_threads: ContextVar[int] = ContextVar("kernel_threads", default=0)  # 0: torch's
 
 
+def why_no_cuda() -> str | None:
+    """Return in one line why the CUDA kernels cannot be used here; None where they can."""
+    import torch
+
+    if cuda is None:
+        return f"CUDA kernels {_cuda_problem}"
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        return "torch finds no CUDA device" if built else f"torch {torch.__version__} is built without CUDA"
+    try:
+        devices = cuda.device_count()
+    except RuntimeError as error:
+        return str(error)
+    if not any(cuda.runs_on(device) for device in range(devices)):
+        names = ", ".join(torch.cuda.get_device_name(device) for device in range(devices))
+        return f"this build has code for {cuda.architectures}, found {names}"
+    return None
+
+
+def require_cuda() -> None:
+    """Require that the CUDA kernels can be used.
+
+    Raises:
+        NativeError: They were not built, or there is no device for them.
+    """
+    problem = why_no_cuda()
+    if problem is not None:
+        raise NativeError(
+            f"native: a CUDA device and CUDA kernels for it must be there, found: {problem}; "
+            "train on the device cpu, or install where nvcc and a device are (xmlc info shows what is there)"
+        )
+
+
 def describe() -> dict[str, Any]:
     """Return what was built, what was found on this machine, and what is in use."""
     import platform
 
+    problem = why_no_cuda()
     return {
         "cpu_kernels": cpu.available_isas(),
         "cpu_kernels_in_use": cpu.isa(),
-        "cuda_kernels": "not built: this version has CPU kernels only",
+        "cuda_kernels": _cuda_problem if cuda is None else f"built for {cuda.architectures}",
+        "cuda_device": _cuda_devices() if problem is None else f"not used: {problem}",
         "machine": platform.machine(),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "module": str(_module_path(cpu)),
     }
+
+
+def _cuda_devices() -> str:
+    import torch
+
+    return ", ".join(torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count()))
 
 
 def _module_path(module: ModuleType) -> str:

@@ -12,6 +12,8 @@ import problems
 import pytest
 from click.testing import Result
 
+from xmlc import native
+
 Xmlc = Callable[..., Result]
 
 
@@ -319,3 +321,14 @@ def test_a_score_that_overflows_is_refused_by_its_line(xmlc: Xmlc, home: Path) -
     assert result.exit_code == 2
     assert result.stderr.startswith("xmlc: stdin:2: scores must be finite, found an overflow")
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_cuda_device_that_is_not_there_is_refused_with_the_reason_and_leaves_no_run(
+    train: Callable[..., Result], tmp_path: Path
+) -> None:
+    reason = native.why_no_cuda()
+    if reason is None:
+        pytest.skip("this machine has a CUDA device and kernels for it")
+    line = refused(train("--device", "cuda"))
+    assert "a CUDA device and CUDA kernels for it must be there" in line and reason in line
+    assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ def command() -> None:
         "machine": f"{facts['machine']}, {facts['processors']} processors",
         "CPU kernels": f"{', '.join(facts['cpu_kernels'])} (in use: {facts['cpu_kernels_in_use']})",
         "CUDA kernels": facts["cuda_kernels"],
+        "CUDA device": facts["cuda_device"],
         "native module": facts["module"],
     }
     for name, value in rows.items():

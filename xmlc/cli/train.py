@@ -23,6 +23,7 @@ from xmlc.config import PRESETS
     is_flag=True,
     help="Let the TEST set choose rate, epoch and early stop, as published tables did. Not for new results.",
 )
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train: training.device.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its latest checkpoint.")
 def command(
     data: str,
@@ -32,6 +33,7 @@ def command(
     preset: str | None,
     overrides: tuple[str, ...],
     paper_protocol: bool,
+    device: str | None,
     resume: bool,
 ) -> None:
     """Train on DATA, a folder or the name of a known data set (`xmlc data list`).
@@ -42,5 +44,7 @@ def command(
 
     if paper_protocol:
         overrides = (*overrides, "training.paper_protocol=true")
+    if device is not None:
+        overrides = (*overrides, f"training.device={device}")
     train(data, out=run, config=file, recipe=recipe, preset=preset, overrides=overrides, resume=resume)
     click.echo(str(run))

@@ -59,6 +59,10 @@ class BlockedLinear:
         """Return [row, batch]."""
         return torch.addmm(self.bias[:, None], self.weight, x)
 
+    def move(self, device: torch.device) -> None:
+        """Move the weights to a device; optimizers are made after that."""
+        BlockedLinear.__init__(self, self.weight.to(device), self.bias.to(device))
+
     def parameters(self) -> Iterator[Parameter]:
         """Yield the blocks' weights and biases."""
         for block in self.blocks:

@@ -37,12 +37,12 @@ class BagOfWords(nn.Module):
         features = self.rows(batch)
         values = _values(features)
         return functional.embedding_bag(
-            torch.from_numpy(np.asarray(features.indices)).long(),
+            torch.from_numpy(np.asarray(features.indices)).long().to(self.embedding.device),
             self.embedding,
-            torch.from_numpy(np.asarray(features.offsets)),
+            torch.from_numpy(np.asarray(features.offsets)).to(self.embedding.device),
             mode="sum",
             sparse=True,
-            per_sample_weights=drop(values, dropout, generator),
+            per_sample_weights=drop(values, dropout, generator).to(self.embedding.device),
             include_last_offset=True,
         )
 
@@ -57,16 +57,20 @@ class BagOfWords(nn.Module):
 class DenseFeatures(nn.Module):
     """Precomputed features: hidden is what the data set holds."""
 
+    place: Tensor
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.hidden = hidden
+        self.register_buffer("place", torch.empty(0), persistent=False)  # goes where the model goes
 
     def forward(self, batch: Batch, dropout: float, generator: torch.Generator) -> Tensor:
         """Return the batch's features [batch, hidden], after dropout."""
         features = batch.features
         if isinstance(features, CsrRows):
             raise DataError(f"encoder: features must be dense [instance, {self.hidden}], found sparse ones")
-        return drop(torch.from_numpy(np.array(features, dtype=np.float32)), dropout, generator)
+        values = torch.from_numpy(np.array(features, dtype=np.float32))
+        return drop(values, dropout, generator).to(self.place.device)
 
 
 def drop_features(features: CsrRows, probability: float, generator: torch.Generator) -> CsrRows:
@@ -81,8 +85,11 @@ def _values(features: CsrRows) -> Tensor:
 
 
 def drop(values: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Zero each value with this probability and scale the others by ``1 / (1 - probability)``."""
+    """Zero each value with this probability and scale the others by ``1 / (1 - probability)``.
+
+    The generator is the CPU's, so that every device drops the same.
+    """
     if probability == 0.0:
         return values
-    kept = torch.empty_like(values).bernoulli_(1.0 - probability, generator=generator)
+    kept = torch.empty(values.shape).bernoulli_(1.0 - probability, generator=generator).to(values.device)
     return values * kept / (1.0 - probability)

@@ -132,6 +132,13 @@ class Model:
                 problem.label_count, width or hidden, config.loss, bias, weight, generator
             )
 
+    def move(self, device: torch.device) -> None:
+        """Move all weights and the output layer's state to a device; optimizers are made after that."""
+        self.encoder.to(device)
+        if self.penultimate is not None:
+            self.penultimate.linear.move(device)
+        self.output.move(device)
+
     def hidden(self, batch: Batch, generator: torch.Generator | None = None) -> Tensor:
         """Return hidden [batch, hidden] on the autograd graph; with a generator, after dropout."""
         model = self.config.model
@@ -159,10 +166,11 @@ class Model:
         )
 
     def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """Return scores and labels [batch, k] of the batch's instances, best first."""
+        """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU."""
         with torch.no_grad():
             features = self.features(self.hidden(batch))
-            return self.output.top_labels(features, k, self.direct_features(batch))
+            scores, labels = self.output.top_labels(features, k, self.direct_features(batch))
+        return scores.cpu(), labels.cpu()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and the output layer's optimizer state by name, sharing memory."""

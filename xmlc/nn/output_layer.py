@@ -41,6 +41,9 @@ class OutputLayer(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """Return weights and optimizer state by name, sharing memory."""
 
+    def move(self, device: torch.device) -> None:
+        """Move weights and state to a device."""
+
 
 def loss_scale(loss: LossConfig, batch: int, label: int) -> float:
     """Return the factor on the summed loss of a batch: mean over the batch, sum or mean over labels.
@@ -99,6 +102,7 @@ class SparseOutput:
         """See `OutputLayer.step`."""
         offsets, labels = positive_tensors(positives)
         logits = self._direct_logits(direct)
+        direct_offsets = None if logits is None else logits.offsets.to(features.device)
         result = fused_step(
             features,
             offsets,
@@ -117,9 +121,10 @@ class SparseOutput:
             gradient_cutoff=self.loss.gradient_cutoff,
             group_size=self.group_size,
             positive_weight=self.positive_weight,
-            offsets=None if logits is None else logits.offsets,
+            offsets=direct_offsets,
         )
-        if self.direct is not None and logits is not None:
+        if self.direct is not None and logits is not None and direct_offsets is not None:
+            logits.offsets.gradient.copy_(direct_offsets.gradient)
             self.direct.update(logits, learning_rate, step)
         return result
 
@@ -133,7 +138,7 @@ class SparseOutput:
             self.bias,
             k,
             self.group_size,
-            None if logits is None else logits.offsets,
+            None if logits is None else logits.offsets.to(features.device),
         )
 
     def _direct_logits(self, features: CsrRows | None) -> DirectLogits | None:
@@ -168,6 +173,17 @@ class SparseOutput:
             tensors |= {f"direct.{name}": value for name, value in self.direct.tensors().items()}
         return tensors
 
+    def move(self, device: torch.device) -> None:
+        """See `OutputLayer.move`. Direct connections stay on the CPU."""
+        self.indices, self.weight, self.bias = (
+            value.to(device) for value in (self.indices, self.weight, self.bias)
+        )
+        self.state = OptimizerState(
+            **{name: value.to(device) for name, value in self.state.tensors().items()}
+        )
+        if self.positive_weight is not None:
+            self.positive_weight = self.positive_weight.to(device)
+
 
 class DenseOutput:
     """Every label sees every input: the layer to compare with, trained label block by label block."""
@@ -201,7 +217,7 @@ class DenseOutput:
         """See `OutputLayer.step`; it has no direct connections."""
         assert self.block_optimizer is not None, "training gives the dense output its optimizer"
         batch = features.shape[1]
-        positives_of = _BlockPositives(positives, batch, self.label, self.positive_weight)
+        positives_of = _BlockPositives(positives, batch, self.label, self.positive_weight, features.device)
         gradient_of = (
             _NormalisedLoss(self.linear, features, self.loss, positives_of)
             if normalised(self.loss)
@@ -217,12 +233,14 @@ class DenseOutput:
     def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.top_labels`."""
         batch = features.shape[1]
-        scores = torch.empty(batch, 0)
-        labels = torch.empty(batch, 0, dtype=torch.int64)
+        scores = features.new_empty(batch, 0)
+        labels = features.new_empty(batch, 0, dtype=torch.int64)
         for block in self.linear.blocks:
             logits = block(features).T  # [batch, block]
             # Earlier blocks stand first and the sort is stable: ties go to the lowest label.
-            numbers = torch.arange(block.rows.start, block.rows.stop).expand(batch, -1)
+            numbers = torch.arange(block.rows.start, block.rows.stop, device=features.device).expand(
+                batch, -1
+            )
             scores, order = torch.cat([scores, logits], 1).sort(dim=1, descending=True, stable=True)
             labels = torch.cat([labels, numbers], 1).gather(1, order)[:, :k]
             scores = scores[:, :k]
@@ -232,18 +250,28 @@ class DenseOutput:
         """See `OutputLayer.tensors`."""
         return {"weight": self.linear.weight, "bias": self.linear.bias}
 
+    def move(self, device: torch.device) -> None:
+        """See `OutputLayer.move`."""
+        self.linear.move(device)
+        if self.positive_weight is not None:
+            self.positive_weight = self.positive_weight.to(device)
+
 
 class _BlockPositives:
     """The positives of a batch, each once, with their weights; by rising label, so that a block has a run."""
 
-    def __init__(self, positives: CsrRows, batch: int, label: int, weight: Tensor | None) -> None:
-        labels, instances = pairs_by_label(*positive_tensors(positives), batch, label)
-        self.labels, self.instances = labels.long(), instances.long()  # [pair]
-        self.weight = torch.ones(labels.numel()) if weight is None else weight[self.labels]  # [pair]
+    def __init__(
+        self, positives: CsrRows, batch: int, label: int, weight: Tensor | None, device: torch.device
+    ) -> None:
+        pairs = pairs_by_label(*positive_tensors(positives), batch, label)
+        self.labels, self.instances = (pair.long().to(device) for pair in pairs)  # [pair]
+        self.weight = (
+            torch.ones(self.labels.numel(), device=device) if weight is None else weight[self.labels]
+        )  # [pair]
 
     def __call__(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
         """Return the pairs of a block of labels, their rows within it, and their instances."""
-        bounds = torch.tensor([rows.start, rows.stop])
+        bounds = torch.tensor([rows.start, rows.stop], device=self.labels.device)
         first, last = torch.searchsorted(self.labels, bounds).tolist()
         return slice(first, last), self.labels[first:last] - rows.start, self.instances[first:last]
 
@@ -255,7 +283,7 @@ class _PointwiseLoss:
         self.function = LOSSES[loss.kind]
         self.positives = positives
         self.scale = scale
-        self.loss = torch.zeros((), dtype=torch.float64)
+        self.loss = torch.zeros((), dtype=torch.float64, device=positives.labels.device)
 
     def __call__(self, block: Block, logits: Tensor) -> Tensor:
         """Return d loss / d logits [block, batch], and add the block to the loss."""
@@ -284,8 +312,8 @@ class _NormalisedLoss:
         self.positives = positives
         self.decoupled = loss.kind == "decoupled_softmax"
         batch = features.shape[1]
-        log_sum = torch.full((batch,), -math.inf)
-        logit = torch.empty(positives.labels.numel())  # [pair]
+        log_sum = features.new_full((batch,), -math.inf)
+        logit = features.new_empty(positives.labels.numel())  # [pair]
         for block in linear.blocks:
             pairs, rows, columns = positives(block.rows)
             logits = block(features)
@@ -293,7 +321,7 @@ class _NormalisedLoss:
             if self.decoupled:
                 logits[rows, columns] = -math.inf
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(0))
-        share = torch.ones(batch)
+        share = features.new_ones(batch)
         if loss.reduction == "mean":
             share = 1.0 / torch.bincount(positives.instances, minlength=batch).clamp_min(1)
         log_sum.requires_grad_()

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmlc import native
 from xmlc.errors import NativeError
 
 GROUP_SIZES = (1, 16, 32, 64)
@@ -25,7 +24,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def tensors(op: str, **values: Tensor) -> None:
-    """Require dense torch tensors on the CPU, or all on the meta device, before torch's dispatch.
+    """Require dense torch tensors on the CPU, one CUDA device or the meta device, before torch's dispatch.
 
     Its own messages are less helpful, and a single tensor on the meta device would make every result empty.
     """
@@ -34,10 +33,11 @@ def tensors(op: str, **values: Tensor) -> None:
             raise NativeError(f"{op}: {name} must be a torch tensor, got {type(value).__name__}")
         if value.layout is not torch.strided:
             raise NativeError(f"{op}: {name} must be a dense tensor, got {value.layout}; call .to_dense()")
-    devices = {value.device.type for value in values.values()}
-    if devices not in ({"cpu"}, {"meta"}):
+    devices = {str(value.device) for value in values.values()}
+    if len(devices) > 1 or not {value.device.type for value in values.values()} <= {"cpu", "cuda", "meta"}:
         raise NativeError(
-            f"{op}: all tensors must be on the CPU, got {', '.join(sorted(devices))}; move them with .cpu()"
+            f"{op}: all tensors must be on the CPU or on one CUDA device, got {', '.join(sorted(devices))}; "
+            "move them with .cpu() or .cuda()"
         )
 
 
@@ -63,7 +63,7 @@ def counters(op: str, **values: int) -> None:
 
 
 def tensor(op: str, name: str, value: Tensor, shape: Sequence[int], axes: str, *dtypes: torch.dtype) -> None:
-    """Require a contiguous CPU tensor of this shape and one of these dtypes.
+    """Require a contiguous tensor of this shape and one of these dtypes.
 
     Raises:
         NativeError: With what must hold and what was found.
@@ -74,8 +74,6 @@ def tensor(op: str, name: str, value: Tensor, shape: Sequence[int], axes: str, *
             f"{op}: {name} must be {wanted} {axes} = {list(shape)}, "
             f"got {name_of(value.dtype)} {list(value.shape)}"
         )
-    if value.device.type != "cpu":
-        raise NativeError(f"{op}: {name} must be on the CPU, got {value.device}; move it with .cpu()")
     if not value.is_contiguous():
         raise NativeError(
             f"{op}: {name} must be contiguous {axes}, got strides {list(value.stride())}; "
@@ -97,8 +95,10 @@ def matrix(op: str, name: str, value: Tensor, axes: str) -> tuple[int, int]:
     return value.shape[0], value.shape[1]
 
 
-def layer(op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int, input: int) -> Any:
-    """Check the output layer's tensors and return them as the native core takes them."""
+def layer(
+    op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int, input: int
+) -> dict[str, Any]:
+    """Check the output layer's tensors and return them as the native core's ``Layer`` takes them."""
     label, fan_in = matrix(op, "weight", weight, "[label, fan_in]")
     if group_size not in GROUP_SIZES:
         raise NativeError(f"{op}: group_size must be one of {GROUP_SIZES}, got {group_size}")
@@ -106,17 +106,17 @@ def layer(op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: in
     tensor(op, "indices", indices, (groups(label, group_size), fan_in), "[group, fan_in]", *INDEX_DTYPES)
     tensor(op, "bias", bias, (label,), "[label]", torch.float32)
     _indices_in_range(op, indices, input)
-    return native.cpu.Layer(
-        indices=indices.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=bias.data_ptr(),
-        indices_dtype=name_of(indices.dtype),
-        weight_dtype=name_of(weight.dtype),
-        input=input,
-        label=label,
-        group_size=group_size,
-        fan_in=fan_in,
-    )
+    return {
+        "indices": indices.data_ptr(),
+        "weight": weight.data_ptr(),
+        "bias": bias.data_ptr(),
+        "indices_dtype": name_of(indices.dtype),
+        "weight_dtype": name_of(weight.dtype),
+        "input": input,
+        "label": label,
+        "group_size": group_size,
+        "fan_in": fan_in,
+    }
 
 
 def written(*tensors: Tensor) -> None:
@@ -126,9 +126,27 @@ def written(*tensors: Tensor) -> None:
 
 def _indices_in_range(op: str, indices: Tensor, input: int) -> None:
     # At each call: a write through .numpy() or .data leaves no trace.
-    values = indices.numpy()  # torch has no maximum of uint16
-    if values.view(f"u{values.itemsize}").max() >= input:  # as unsigned, a negative index is a large one
+    on_device = indices.device.type != "cpu"
+    if (_largest_on_device(indices) if on_device else _largest(indices)) >= input:
+        values = indices.cpu().numpy()
         raise NativeError(
             f"{op}: indices must lie in [0, input) = [0, {input}), "
             f"got values from {values.min()} to {values.max()}"
         )
+
+
+def _largest(indices: Tensor) -> int:
+    """Return the largest index, read as unsigned: so a negative index is a large one."""
+    values = indices.numpy()  # torch has no maximum of uint16
+    return int(values.view(f"u{values.itemsize}").max())
+
+
+def _largest_on_device(indices: Tensor) -> int:
+    """Return `_largest`; in pieces, because torch must widen them, and waiting for the device once."""
+    signed, wide, mask = (
+        (torch.int16, torch.int32, 0xFFFF)
+        if indices.dtype == torch.uint16
+        else (torch.int32, torch.int64, 0xFFFFFFFF)
+    )
+    pieces = indices.flatten().view(signed).split(1 << 22)
+    return int(torch.stack([(piece.to(wide) & mask).max() for piece in pieces]).max())

@@ -128,11 +128,13 @@ def fused_step(
 
     bfloat16 weights are rounded stochastically, from a counter of (seed, step, label, connection); the
     expectation is exact, except that a finite value stays finite beyond the largest bfloat16.
-    Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads.
+    Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads; on a
+    CUDA device the feature gradient's last bits vary unless torch is told to use deterministic algorithms.
 
     Args:
         features: float32 [input, batch].
         positive_offsets: int64 [batch + 1]; instance b has positive_labels[offsets[b]:offsets[b + 1]].
+            They, and only they, may lie on the CPU where the rest is on a device.
         positive_labels: int32 or int64 [pair], in [0, label).
         weight: float32 or bfloat16 [label, fan_in], updated.
         indices: uint16 or int32 [group, fan_in].
@@ -163,7 +165,8 @@ def fused_step(
     """
     named = {"features": features, "weight": weight, "indices": indices, "bias": bias}
     positives = {"positive_offsets": positive_offsets, "positive_labels": positive_labels}
-    checks.tensors(_NAME, **named, **positives, **state.tensors())
+    checks.tensors(_NAME, **named, **state.tensors())
+    checks.tensors(_NAME, **positives)
     if positive_weight is not None:
         checks.tensors(_NAME, positive_weight=positive_weight)
     checks.integers(_NAME, step=step, seed=seed, group_size=group_size)
@@ -171,7 +174,9 @@ def fused_step(
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
     logit_offsets.check_tensors(_NAME, offsets)
-    pair_label, pair_instance = pairs_by_label(positive_offsets, positive_labels, batch, label)
+    pair_label, pair_instance = (
+        pair.to(features.device) for pair in pairs_by_label(positive_offsets, positive_labels, batch, label)
+    )
     with torch.no_grad():
         return torch.ops.xmlc.fused_step(
             features,
@@ -266,13 +271,13 @@ def pairs_by_label(offsets: Tensor, labels: Tensor, batch: int, label: int) -> t
             f"{_NAME}: positive_labels must lie in [0, label) = [0, {label}), "
             f"got values from {int(labels.min())} to {int(labels.max())}"
         )
-    instances = torch.arange(batch).repeat_interleave(counts)
+    instances = torch.arange(batch, device=labels.device).repeat_interleave(counts)
     keys = torch.unique(labels.to(torch.int64) * batch + instances)
     return (keys // batch).to(torch.int32), (keys % batch).to(torch.int32)
 
 
-@torch.library.impl("xmlc::fused_step", "cpu")
-def _fused_step_cpu(
+@torch.library.impl("xmlc::fused_step", ("cpu", "cuda"))
+def _fused_step(
     features: Tensor,
     pair_label: Tensor,
     pair_instance: Tensor,
@@ -324,10 +329,11 @@ def _fused_step_cpu(
     offsets = LogitOffsets.given(offset_label, offset_instance, offset_value, offset_gradient)
     native_offsets = logit_offsets.checked(_NAME, offsets, label, batch)
     feature_gradient = torch.empty_like(features)
-    loss_sum = torch.empty((), dtype=torch.float64)
+    loss_sum = torch.empty((), dtype=torch.float64, device=features.device)
     native.run(
-        native.cpu.fused_step,
-        native.threads_for(weight.numel() * batch),
+        "fused_step",
+        weight.device,
+        weight.numel() * batch,
         layer=layer,
         features=features.data_ptr(),
         feature_gradient=feature_gradient.data_ptr(),

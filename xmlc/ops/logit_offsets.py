@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from xmlc import native
 from xmlc.errors import NativeError
 from xmlc.ops import checks
 
@@ -45,6 +43,10 @@ class LogitOffsets:
             return cls.of(none, none, torch.empty(0))
         return cls.of(label, instance, value) if gradient is None else cls(label, instance, value, gradient)
 
+    def to(self, device: torch.device) -> LogitOffsets:
+        """Return the offsets on a device; themselves where they are there."""
+        return LogitOffsets(**{name: value.to(device) for name, value in vars(self).items()})
+
 
 def check_tensors(op: str, offsets: LogitOffsets | None) -> None:
     """Check what torch's dispatch would report less helpfully; see `checks.tensors`."""
@@ -52,8 +54,8 @@ def check_tensors(op: str, offsets: LogitOffsets | None) -> None:
         checks.tensors(op, **{f"offsets.{name}": value for name, value in vars(offsets).items()})
 
 
-def checked(op: str, offsets: LogitOffsets, label: int, batch: int) -> Any:
-    """Check the offsets and return them as the native core takes them.
+def checked(op: str, offsets: LogitOffsets, label: int, batch: int) -> dict[str, int]:
+    """Check the offsets and return them as the native core's ``LogitOffsets`` takes them.
 
     Raises:
         NativeError: A dtype, shape, label or instance does not fit.
@@ -71,13 +73,13 @@ def checked(op: str, offsets: LogitOffsets, label: int, batch: int) -> Any:
         raise NativeError(f"{op}: offsets.label must rise, got falling labels; sort the entries by label")
     checks.tensor(op, "offsets.value", offsets.value, shape, "[entry]", torch.float32)
     checks.tensor(op, "offsets.gradient", offsets.gradient, shape, "[entry]", torch.float32)
-    return native.cpu.LogitOffsets(
-        label=offsets.label.data_ptr(),
-        instance=offsets.instance.data_ptr(),
-        value=offsets.value.data_ptr(),
-        gradient=offsets.gradient.data_ptr(),
-        entry=offsets.label.numel(),
-    )
+    return {
+        "label": offsets.label.data_ptr(),
+        "instance": offsets.instance.data_ptr(),
+        "value": offsets.value.data_ptr(),
+        "gradient": offsets.gradient.data_ptr(),
+        "entry": offsets.label.numel(),
+    }
 
 
 def add_reference(logits: Tensor, offsets: LogitOffsets | None) -> Tensor:

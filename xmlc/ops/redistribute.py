@@ -101,8 +101,8 @@ def redistribute(
     )
 
 
-@torch.library.impl("xmlc::redistribute", "cpu")
-def _redistribute_cpu(
+@torch.library.impl("xmlc::redistribute", ("cpu", "cuda"))
+def _redistribute(
     weight: Tensor,
     indices: Tensor,
     state0: Tensor | None,
@@ -118,7 +118,7 @@ def _redistribute_cpu(
     seed: int,
 ) -> Tensor:
     layer = checks.layer(
-        _NAME, weight, indices, torch.empty(weight.shape[:1], dtype=torch.float32), group_size, input
+        _NAME, weight, indices, weight.new_empty(weight.shape[:1], dtype=torch.float32), group_size, input
     )
     if (fraction is None) == (threshold is None):
         raise NativeError(
@@ -145,10 +145,11 @@ def _redistribute_cpu(
     for name, state in (("state 0", state0), ("state 1", state1)):
         if state is not None:
             checks.tensor(_NAME, name, state, weight.shape, "[label, fan_in]", torch.float32)
-    pruned = torch.empty((), dtype=torch.int64)
+    pruned = torch.empty((), dtype=torch.int64, device=weight.device)
     native.run(
-        native.cpu.redistribute,
-        native.threads_for(8 * weight.numel()),
+        "redistribute",
+        weight.device,
+        8 * weight.numel(),
         layer=layer,
         state0=0 if state0 is None else state0.data_ptr(),
         state1=0 if state1 is None else state1.data_ptr(),

@@ -78,14 +78,15 @@ def _check_logit_gradient(logit_gradient: Tensor, label: int, batch: int) -> Non
     checks.tensor(_NAME, "logit_gradient", logit_gradient, (label, batch), "[label, batch]", torch.float32)
 
 
-@torch.library.impl("xmlc::sparse_linear", "cpu")
-def _forward_cpu(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
+@torch.library.impl("xmlc::sparse_linear", ("cpu", "cuda"))
+def _forward(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
     input, batch = _features(_NAME, features)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
     logits = features.new_empty(weight.shape[0], batch)
     native.run(
-        native.cpu.sparse_linear,
-        native.threads_for(weight.numel() * batch),
+        "sparse_linear",
+        weight.device,
+        weight.numel() * batch,
         layer=layer,
         features=features.data_ptr(),
         logits=logits.data_ptr(),
@@ -94,20 +95,21 @@ def _forward_cpu(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor
     return logits
 
 
-@torch.library.impl("xmlc::sparse_linear_feature_gradient", "cpu")
-def _feature_gradient_cpu(
+@torch.library.impl("xmlc::sparse_linear_feature_gradient", ("cpu", "cuda"))
+def _feature_gradient(
     logit_gradient: Tensor, weight: Tensor, indices: Tensor, group_size: int, input: int
 ) -> Tensor:
     _, batch = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
     layer = checks.layer(
-        _NAME, weight, indices, torch.empty(weight.shape[:1], dtype=torch.float32), group_size, input
+        _NAME, weight, indices, weight.new_empty(weight.shape[:1], dtype=torch.float32), group_size, input
     )
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, weight.shape[0], batch)
     gradient = logit_gradient.new_empty(input, batch)
     native.run(
-        native.cpu.sparse_linear_feature_gradient,
-        native.threads_for(weight.numel() * batch),
+        "sparse_linear_feature_gradient",
+        weight.device,
+        weight.numel() * batch,
         layer=layer,
         logit_gradient=logit_gradient.data_ptr(),
         feature_gradient=gradient.data_ptr(),
@@ -116,19 +118,18 @@ def _feature_gradient_cpu(
     return gradient
 
 
-@torch.library.impl("xmlc::sparse_linear_weight_gradient", "cpu")
-def _weight_gradient_cpu(
-    logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int
-) -> Tensor:
+@torch.library.impl("xmlc::sparse_linear_weight_gradient", ("cpu", "cuda"))
+def _weight_gradient(logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int) -> Tensor:
     input, batch = _features(_NAME, features)
     label, _ = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, label, batch)
-    gradient = torch.empty(label, indices.shape[-1], dtype=torch.float32)
-    layer = checks.layer(_NAME, gradient, indices, torch.empty(label, dtype=torch.float32), group_size, input)
+    gradient = torch.empty(label, indices.shape[-1], dtype=torch.float32, device=logit_gradient.device)
+    layer = checks.layer(_NAME, gradient, indices, gradient.new_empty(label), group_size, input)
     native.run(
-        native.cpu.sparse_linear_weight_gradient,
-        native.threads_for(gradient.numel() * batch),
+        "sparse_linear_weight_gradient",
+        gradient.device,
+        gradient.numel() * batch,
         layer=layer,
         features=features.data_ptr(),
         logit_gradient=logit_gradient.data_ptr(),

@@ -85,8 +85,8 @@ def top_labels_reference(
     return scores, labels.where(scores > -torch.inf, torch.tensor(-1))
 
 
-@torch.library.impl("xmlc::top_labels", "cpu")
-def _top_labels_cpu(
+@torch.library.impl("xmlc::top_labels", ("cpu", "cuda"))
+def _top_labels(
     features: Tensor,
     weight: Tensor,
     indices: Tensor,
@@ -105,10 +105,11 @@ def _top_labels_cpu(
     offsets = LogitOffsets.given(offset_label, offset_instance, offset_value)
     native_offsets = logit_offsets.checked(_NAME, offsets, weight.shape[0], batch)
     scores = features.new_empty(batch, k)
-    labels = torch.empty(batch, k, dtype=torch.int64)
+    labels = torch.empty(batch, k, dtype=torch.int64, device=features.device)
     native.run(
-        native.cpu.top_labels,
-        native.threads_for(weight.numel() * batch),
+        "top_labels",
+        weight.device,
+        weight.numel() * batch,
         layer=layer,
         features=features.data_ptr(),
         scores=scores.data_ptr(),

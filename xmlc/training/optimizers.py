@@ -60,12 +60,14 @@ class Optimizers:
         }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the state that `tensors` returned, without copying it."""
+        """Take over the state that `tensors` returned, without copying it unless to another device."""
         for part, optimizer in self._parts.items():
             for number, parameter in enumerate(_parameters(optimizer)):
                 prefix = f"{part}.{number}."
                 state = {
-                    name.removeprefix(prefix): value if value.is_floating_point() else int(value)
+                    name.removeprefix(prefix): value.to(parameter.device)
+                    if value.is_floating_point()
+                    else int(value)
                     for name, value in tensors.items()
                     if name.startswith(prefix)
                 }

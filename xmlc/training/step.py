@@ -75,7 +75,7 @@ def step_generator(seed: int, step: int) -> torch.Generator:
 
 def _clip_factor(model: Model, hidden: Tensor, gradient: Tensor, clip_norm: float) -> Tensor:
     """Return what to multiply the gradients of encoder and penultimate layer by."""
-    square = torch.zeros(())
+    square = gradient.new_zeros(())
     for parameter in model.encoder.parameters():
         assert parameter.grad is not None
         values = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad

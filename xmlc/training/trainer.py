@@ -72,6 +72,7 @@ class Trainer:
         self.prepared = prepared
         self.model = Model(config, prepared.problem)
         self._connect()
+        self.model.move(torch.device(config.training.device))
         self.optimizers = Optimizers(self.model)
         total_steps = len(prepared.train) * config.training.epochs
         self.policy = RedistributionPolicy(config.redistribution, total_steps)
@@ -438,6 +439,8 @@ def train_into(
         StoppedBySignalError: SIGINT or SIGTERM; the run can be resumed.
         XmlcError: Data, config or folder do not fit.
     """
+    if config.training.device == "cuda":
+        native.require_cuda()
     run = RunFolder(folder)
     with run.locked():
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
@@ -455,7 +458,8 @@ def train_into(
                 run.change(config)
         else:
             run.create(config, data_facts(dataset))
-        run.log(f"training on {threads} threads with {native.cpu.isa()} kernels")
+        kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
+        run.log(f"training on {threads} threads with {kernels} kernels")
         with native.kernel_threads(threads):
             trainer.run()
         return trainer

@@ -8,7 +8,9 @@ namespace xmlc {
 enum class Loss { kSquaredHinge, kBce, kSoftmax, kDecoupledSoftmax };
 
 // Losses whose gradient needs a sum over all labels of the instance first.
-constexpr bool is_normalised(Loss loss) { return loss == Loss::kSoftmax || loss == Loss::kDecoupledSoftmax; }
+XMLC_HOST_DEVICE constexpr bool is_normalised(Loss loss) {
+  return loss == Loss::kSoftmax || loss == Loss::kDecoupledSoftmax;
+}
 
 template <class Real>
 struct LossGrad {

@@ -1,0 +1,258 @@
+// Connection redistribution in place, with the same choices and draws as on the CPU, bit for bit.
+//
+// The boundary of what is pruned is found by a radix selection over (score, hash, position): passes of 65,536
+// counters, 16 bits each. The last four, over the position, decide only among equal (score, hash) and
+// otherwise end at once. Then one thread for each group draws new inputs.
+#include "../cpu/workspace.h"
+#include "ops.h"
+#include "rows.cuh"
+#include "xmlc/rounding.h"
+
+namespace xmlc::cuda {
+namespace {
+
+constexpr int kDigitBits = 16;
+constexpr std::int64_t kDigits = std::int64_t{1} << kDigitBits;
+constexpr unsigned kThreads = 256;
+constexpr std::int64_t kMostThreads = std::int64_t{1} << 16;
+constexpr std::uint32_t kGrowStream = 0, kValueStream = 1;
+
+// Connections are pruned whose (key, slot) is below (key, slot) of the boundary, or equal. `rank`: how many
+// of those with the digits found so far.
+struct Boundary {
+  std::uint64_t key, slot;
+  std::int64_t rank;
+  bool found;
+};
+
+struct Arguments {
+  RedistributeArguments a;
+  std::int64_t groups, threads;
+  int pass;                    // 0 to 3: a digit of the key, 4 to 7: of the slot
+  unsigned long long* counts;  // [kDigits]
+  Boundary* boundary;          // [1]
+  std::int32_t* present;       // [fan_in, threads]: a group's inputs, rising
+  std::uint64_t* keys;         // [fan_in, threads]
+  std::uint8_t* prune;         // [fan_in, threads]
+};
+
+__device__ __forceinline__ std::int64_t thread_number() {
+  return std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+}
+
+// One group of the layer.
+struct Group {
+  const Arguments& arguments;
+  const Layer& layer;
+  std::int64_t group, first_label, last_label;
+
+  __device__ Group(const Arguments& of, std::int64_t number)
+      : arguments(of), layer(of.a.layer), group(number), first_label(number * layer.group_size) {
+    last_label = first_label + layer.group_size;
+    if (last_label > layer.label) last_label = layer.label;
+  }
+
+  // Mean magnitude of a connection over the group's labels. NaN ranks above infinity: it stays.
+  __device__ float score(std::int64_t k) const {
+    float sum = 0.0f;
+    for (std::int64_t label = first_label; label < last_label; ++label)
+      sum += absolute(load_weight(layer, label * layer.fan_in + k));
+    return sum / static_cast<float>(last_label - first_label);
+  }
+  __device__ std::uint64_t slot(std::int64_t k) const {
+    return static_cast<std::uint64_t>(group * layer.fan_in + k);
+  }
+  __device__ std::uint64_t key(std::int64_t k) const {
+    const RandomKey& random = arguments.a.random;
+    const std::uint64_t seed = (std::uint64_t{random.high} << 32) | random.low;
+    return (std::uint64_t{to_bits(absolute(score(k)))} << 32) | (mix(seed ^ slot(k)) >> 32);
+  }
+  __device__ RandomWords<std::uint32_t> words(std::int64_t k, std::uint32_t stream,
+                                              std::uint32_t within) const {
+    return philox(arguments.a.random, static_cast<std::uint32_t>(slot(k)),
+                  static_cast<std::uint32_t>(slot(k) >> 32), stream, within);
+  }
+};
+
+// Counts the digit of this pass among the connections whose digits before are the boundary's.
+__global__ void count_kernel(Arguments s) {
+  const Boundary boundary = *s.boundary;
+  if (boundary.found) return;
+  const Layer& layer = s.a.layer;
+  const int shift = 64 - kDigitBits * (s.pass % 4 + 1);
+  for (std::int64_t at = thread_number(); at < s.groups * layer.fan_in; at += s.threads) {
+    const Group group(s, at / layer.fan_in);
+    const std::uint64_t key = group.key(at % layer.fan_in);
+    const std::uint64_t value = s.pass < 4 ? key : static_cast<std::uint64_t>(at);
+    const std::uint64_t wanted = s.pass < 4 ? boundary.key : boundary.slot;
+    const bool same_before =
+        shift + kDigitBits == 64 || value >> (shift + kDigitBits) == wanted >> (shift + kDigitBits);
+    if (same_before && (s.pass < 4 || key == boundary.key))
+      atomicAdd(s.counts + ((value >> shift) & (kDigits - 1)), 1ull);
+  }
+}
+
+struct SelectShared {
+  std::int64_t total[kThreads];
+};
+
+// One block finds the digit in which the rank falls.
+__global__ void select_kernel(Arguments s) {
+  auto& shared = shared_memory<SelectShared>();
+  constexpr std::int64_t kShare = kDigits / kThreads;
+  if (s.boundary->found) return;  // all threads alike
+  std::int64_t total = 0;
+  for (std::int64_t i = 0; i < kShare; ++i)
+    total += static_cast<std::int64_t>(s.counts[threadIdx.x * kShare + i]);
+  shared.total[threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  Boundary& boundary = *s.boundary;
+  std::int64_t part = 0;
+  while (part + 1 < kThreads && boundary.rank > shared.total[part]) boundary.rank -= shared.total[part++];
+  std::int64_t digit = part * kShare;
+  while (digit + 1 < kDigits && boundary.rank > static_cast<std::int64_t>(s.counts[digit]))
+    boundary.rank -= static_cast<std::int64_t>(s.counts[digit++]);
+  const int shift = 64 - kDigitBits * (s.pass % 4 + 1);
+  (s.pass < 4 ? boundary.key : boundary.slot) |= static_cast<std::uint64_t>(digit) << shift;
+  if (s.pass != 3 || boundary.rank != static_cast<std::int64_t>(s.counts[digit])) return;
+  boundary.slot = ~std::uint64_t{0};  // everything with this key goes
+  boundary.found = true;
+}
+
+__global__ void begin_kernel(Arguments s) {
+  if (threadIdx.x != 0) return;
+  *s.boundary = {0, 0, s.a.prune, s.a.prune == 0};
+  *s.a.pruned = 0;
+}
+
+// What goes, of one group. `prune` and the rest of the scratch are this thread's.
+__device__ void mark(const Arguments& s, const Group& group, std::int64_t thread) {
+  const std::int64_t fan_in = s.a.layer.fan_in;
+  if (s.a.by_threshold) {
+    for (std::int64_t k = 0; k < fan_in; ++k)
+      s.prune[k * s.threads + thread] = group.score(k) < s.a.threshold;
+  } else if (s.a.within_group) {
+    // Groups take floor or ceil of their share such that the layer's total is exact.
+    const std::int64_t count = (group.group + 1) * s.a.prune / s.groups - group.group * s.a.prune / s.groups;
+    for (std::int64_t k = 0; k < fan_in; ++k) s.keys[k * s.threads + thread] = group.key(k);
+    for (std::int64_t k = 0; k < fan_in; ++k) {
+      const std::uint64_t own = s.keys[k * s.threads + thread];
+      std::int64_t rank = 0;
+      for (std::int64_t other = 0; other < fan_in; ++other) {
+        const std::uint64_t key = s.keys[other * s.threads + thread];
+        rank += key < own || (key == own && other < k);
+      }
+      s.prune[k * s.threads + thread] = rank < count;
+    }
+  } else {
+    const Boundary boundary = *s.boundary;
+    for (std::int64_t k = 0; k < fan_in; ++k) {
+      const std::uint64_t key = group.key(k);
+      const bool equal = key == boundary.key && group.slot(k) <= boundary.slot;
+      s.prune[k * s.threads + thread] = s.a.prune > 0 && (key < boundary.key || equal);
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Layer& layer, std::int64_t at, float value) {
+  if (layer.weight_type == WeightType::kBFloat16)
+    static_cast<BFloat16*>(layer.weight)[at] = round_to_nearest(value);
+  else
+    static_cast<float*>(layer.weight)[at] = value;
+}
+
+// Weight and optimizer state of a regrown connection, for every label of the group.
+__device__ void reset(const Arguments& s, const Group& group, std::int64_t k) {
+  for (std::int64_t label = group.first_label; label < group.last_label; ++label) {
+    const std::int64_t at = label * s.a.layer.fan_in + k;
+    if (s.a.new_value == NewValue::kZero) store(s.a.layer, at, 0.0f);
+    if (s.a.new_value == NewValue::kRandom) {
+      const auto within = static_cast<std::uint32_t>(label - group.first_label);
+      const std::uint32_t word = group.words(k, kValueStream, within).word[0];
+      const float unit = static_cast<float>(word >> 8) * 0x1p-23f - 1.0f;  // [-1, 1)
+      store(s.a.layer, at, s.a.new_value_bound * unit);
+    }
+    for (float* state : s.a.states)
+      if (state != nullptr) state[at] = 0.0f;
+  }
+}
+
+__device__ __forceinline__ void store_index(const Layer& layer, std::int64_t at, std::int32_t input) {
+  void* indices = const_cast<void*>(layer.indices);
+  if (layer.index_type == IndexType::kUInt16)
+    static_cast<std::uint16_t*>(indices)[at] = static_cast<std::uint16_t>(input);
+  else
+    static_cast<std::int32_t*>(indices)[at] = input;
+}
+
+// Gives every pruned connection of a group an input that it does not have, uniformly at random.
+__device__ std::int64_t regrow(const Arguments& s, const Group& group, std::int64_t thread) {
+  const Layer& layer = s.a.layer;
+  const std::int64_t fan_in = layer.fan_in;
+  const auto present = [&](std::int64_t i) -> std::int32_t& { return s.present[i * s.threads + thread]; };
+  // Puts an input in its place among those before it, which rise.
+  const auto insert = [&](std::int64_t count, std::int32_t input) {
+    std::int64_t at = count;
+    for (; at > 0 && present(at - 1) > input; --at) present(at) = present(at - 1);
+    present(at) = input;
+  };
+  std::int64_t count = 0;
+  for (std::int64_t k = 0; k < fan_in; ++k)
+    if (!s.prune[k * s.threads + thread]) insert(count++, load_index(layer, group.group * fan_in + k));
+  const std::int64_t kept = count;
+  for (std::int64_t k = 0; k < fan_in; ++k) {
+    if (!s.prune[k * s.threads + thread]) continue;
+    const auto words = group.words(k, kGrowStream, 0);
+    const std::uint64_t bits = (std::uint64_t{words.word[0]} << 32) | words.word[1];
+    // The r-th absent input: step over every present one that is not above it.
+    auto input = static_cast<std::int32_t>(bounded(bits, static_cast<std::uint32_t>(layer.input - count)));
+    for (std::int64_t at = 0; at < count && present(at) <= input; ++at) ++input;
+    insert(count++, input);
+    store_index(layer, group.group * fan_in + k, input);
+    reset(s, group, k);
+  }
+  return fan_in - kept;
+}
+
+__global__ void regrow_kernel(Arguments s) {
+  const std::int64_t thread = thread_number();
+  std::int64_t pruned = 0;
+  for (std::int64_t number = thread; number < s.groups; number += s.threads) {
+    const Group group(s, number);
+    mark(s, group, thread);
+    pruned += regrow(s, group, thread);
+  }
+  if (pruned > 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(s.a.pruned), static_cast<unsigned long long>(pruned));
+}
+
+}  // namespace
+
+std::int64_t redistribute(const RedistributeArguments& a, const Queue& queue, void* workspace) {
+  Arguments s{};
+  s.a = a;
+  s.groups = (a.layer.label + a.layer.group_size - 1) / a.layer.group_size;
+  s.threads = (s.groups + kThreads - 1) / kThreads * kThreads;
+  if (s.threads > kMostThreads) s.threads = kMostThreads;
+  cpu::Workspace arrays(workspace);
+  s.counts = arrays.take<unsigned long long>(kDigits);
+  s.boundary = arrays.take<Boundary>(1);
+  s.present = arrays.take<std::int32_t>(s.threads * a.layer.fan_in);
+  s.keys = arrays.take<std::uint64_t>(a.within_group ? s.threads * a.layer.fan_in : 0);
+  s.prune = arrays.take<std::uint8_t>(s.threads * a.layer.fan_in);
+  if (workspace == nullptr) return arrays.bytes();
+  const dim3 grid(static_cast<unsigned>(s.threads / kThreads));
+  launch("redistribute_begin", &begin_kernel, dim3(1), kWarp, 0, queue.stream, s);
+  if (!a.by_threshold && !a.within_group) {
+    for (s.pass = 0; s.pass < 8; ++s.pass) {
+      clear(s.counts, static_cast<std::size_t>(kDigits) * sizeof *s.counts, queue.stream);
+      launch("redistribute_count", &count_kernel, grid, kThreads, 0, queue.stream, s);
+      launch("redistribute_select", &select_kernel, dim3(1), kThreads, sizeof(SelectShared), queue.stream, s);
+    }
+  }
+  launch("redistribute_regrow", &regrow_kernel, grid, kThreads, 0, queue.stream, s);
+  return arrays.bytes();
+}
+
+}  // namespace xmlc::cuda

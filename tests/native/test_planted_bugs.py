@@ -1,0 +1,121 @@
+"""Bugs planted in the CUDA sources are caught on the emulator; without a bug, nothing is found.
+
+Each test compiles the sources, one of them changed, with the sanitizers and runs `harness.cpp` on them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NATIVE = Path(__file__).resolve().parents[2] / "cuda_ext"
+HARNESS = Path(__file__).with_name("harness.cpp")
+SOURCES = ("sparse_linear.cu", "fused_step.cu", "top_labels.cu", "redistribute.cu")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+FLAGS = ("-std=c++17", "-DXMLC_EMULATE", "-O1", "-g", "-Wno-unknown-pragmas", *SANITIZERS)
+
+
+def compile_to(target: Path, source: Path, native: Path) -> Path:
+    """Compile one file as C++."""
+    subprocess.run(
+        ["g++", *FLAGS, f"-I{native}", f"-I{native / 'include'}", "-x", "c++", "-c", source, "-o", target],
+        check=True,
+        capture_output=True,
+    )
+    return target
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the objects of the harness, the emulator and the sources as they are, each compiled once."""
+    folder = tmp_path_factory.mktemp("objects")
+    files = {"harness": HARNESS, "emulator": NATIVE / "emulator/emulator.cpp"}
+    files |= {name: NATIVE / "cuda" / name for name in SOURCES}
+    return {name: compile_to(folder / f"{name}.o", path, NATIVE) for name, path in files.items()}
+
+
+def run_with(objects: dict[str, Path], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Link and run the harness."""
+    subprocess.run(["g++", *FLAGS, *objects.values(), "-o", folder / "harness"], check=True)
+    return subprocess.run(
+        [folder / "harness", *arguments], capture_output=True, text=True, errors="replace", check=False
+    )
+
+
+def planted(
+    objects: dict[str, Path], folder: Path, file: str, before: str, after: str, *, source: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the harness with one place of a file of cuda/ changed, in the source that includes it."""
+    native = folder / "native"
+    shutil.copytree(NATIVE, native)
+    path = native / "cuda" / file
+    text = path.read_text()
+    assert text.count(before) >= 1, f"{file} must have {before!r}"
+    path.write_text(text.replace(before, after, 1))
+    changed = compile_to(folder / "changed.o", native / "cuda" / source, native)
+    return run_with({**objects, source: changed}, folder)
+
+
+def test_the_sources_as_they_are_run_clean(objects: dict[str, Path], tmp_path: Path) -> None:
+    finished = run_with(objects, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_an_index_out_of_range_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
+    finished = run_with(objects, tmp_path, "bad-index")
+    assert finished.returncode != 0 and "AddressSanitizer: heap-buffer-overflow" in finished.stderr
+
+
+BARRIERS = {
+    "of a block": ("fused_step.cu", "  __syncthreads();\n", "", "fused_step.cu"),
+    "of a warp": ("rows.cuh", "  __syncwarp();\n  return count;", "  return count;", "sparse_linear.cu"),
+}
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_a_missing_barrier_is_caught(objects: dict[str, Path], tmp_path: Path, barrier: str) -> None:
+    file, before, after, source = BARRIERS[barrier]
+    finished = planted(objects, tmp_path, file, before, after, source=source)
+    assert finished.returncode != 0
+    assert (
+        "wrong result" in finished.stderr or "no number" in finished.stderr or "Sanitizer" in finished.stderr
+    )
+
+
+def test_too_little_shared_memory_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
+    finished = planted(
+        objects, tmp_path, "logits.cuh", "sizeof(LogitsShared<kRows>)", "sizeof(LogitsShared<kRows>) / 4",
+        source="sparse_linear.cu",
+    )  # fmt: skip
+    assert finished.returncode != 0 and "AddressSanitizer: heap-buffer-overflow" in finished.stderr
+
+
+def test_another_stream_than_the_caller_s_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
+    finished = planted(
+        objects,
+        tmp_path,
+        "top_labels.cu",
+        "kWarp, 0, queue.stream,",
+        "kWarp, 0, nullptr,",
+        source="top_labels.cu",
+    )
+    assert finished.returncode == 1
+    assert "merge_top_labels: launched on another stream than the caller's" in finished.stderr
+
+
+def test_a_divergent_barrier_is_caught(objects: dict[str, Path], tmp_path: Path) -> None:
+    before, after = "  __syncthreads();", "  if (threadIdx.x < kWarp) __syncthreads();"
+    finished = planted(objects, tmp_path, "fused_step.cu", before, after, source="fused_step.cu")
+    assert finished.returncode == 1 and "fused_loss: divergent barrier" in finished.stderr
+
+
+def test_a_warp_that_takes_but_one_of_its_row_tiles_is_caught(
+    objects: dict[str, Path], tmp_path: Path
+) -> None:
+    finished = planted(
+        objects, tmp_path, "logits.cuh", "tile < own.last", "tile < own.first + 1", source="sparse_linear.cu"
+    )
+    assert finished.returncode == 1 and "wrong result: logit" in finished.stderr
