@@ -298,6 +298,13 @@ def stopped(train: Train, tmp_path: Path, at_step: Any) -> Path:
     return tmp_path / "run"
 
 
+def test_a_run_may_go_on_on_another_device(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "config.toml").write_text(dump_config(Config()))
+    (tmp_path / "data.json").write_text(json.dumps({"fingerprint": "f"}))
+    folder.check_same(Config.model_validate({"training": {"device": "cuda"}}), "f")
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

@@ -52,6 +52,7 @@ CHANGEABLE = frozenset(
         "training.checkpoint_seconds",
         "training.keep_last",
         "training.tensorboard",
+        "training.device",
     }
 )
 """Settings that a resumed run may change: how long, how fast and how safely it goes on. All others say what
