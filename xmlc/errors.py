@@ -19,3 +19,7 @@ class CheckpointError(XmlcError):
 
 class NativeError(XmlcError):
     """The native core is absent, does not fit this machine, or was called with wrong tensors."""
+
+
+class WorkerError(XmlcError):
+    """Another worker of a distributed run stopped, or the workers do not agree."""

@@ -1,0 +1,206 @@
+"""The multi-positive loss in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import scipy.sparse
+import torch
+import torch.nn.functional as functional
+from contrastive import dense_loss, lists, problem
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from xmlc.errors import ConfigError, DataError
+from xmlc.losses import KINDS, MultiPositive, multi_positive_loss
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+@every_kind
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("tile", [1, 3, 64])
+def test_loss_and_gradients_equal_the_dense_formula(kind: Any, layout: Any, tile: int) -> None:
+    queries, keys, positive = problem()
+    inputs = [queries.requires_grad_(), keys.requires_grad_(), number(1.7), number(-0.3)]
+    loss = multi_positive_loss(
+        inputs[0],
+        inputs[1],
+        lists(positive),
+        kind=kind,
+        scale=inputs[2],
+        bias=inputs[3],
+        layout=layout,
+        tile=tile,
+    )
+    truth = dense_loss(inputs[0], inputs[1], positive, kind, inputs[2], inputs[3])
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
+    ours = torch.autograd.grad(3.0 * loss, inputs)
+    theirs = torch.autograd.grad(3.0 * truth, inputs)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-13)
+
+
+@every_kind
+def test_gradients_pass_gradcheck(kind: Any) -> None:
+    queries, keys, positive = problem(4, 6, 3)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return multi_positive_loss(
+            inputs[0], inputs[1], lists(positive), kind=kind, scale=inputs[2], bias=inputs[3], tile=4
+        )
+
+    inputs = (queries.requires_grad_(), keys.requires_grad_(), number(1.3), number(0.2))
+    assert torch.autograd.gradcheck(loss, inputs)
+
+
+def test_diagonal_positives_give_clips_loss() -> None:
+    texts, images = (functional.normalize(torch.randn(9, 6, dtype=torch.float64), dim=1) for _ in range(2))
+    pairs = [[row] for row in range(9)]
+    logits = 100.0 * images @ texts.T
+    clip = (
+        functional.cross_entropy(logits, torch.arange(9))
+        + functional.cross_entropy(logits.T, torch.arange(9))
+    ) / 2
+    for kind in ("softmax", "decoupled_softmax"):
+        ours = (
+            multi_positive_loss(images, texts, pairs, kind=kind, scale=100.0, tile=4)
+            + multi_positive_loss(texts, images, pairs, kind=kind, scale=100.0, tile=4)
+        ) / 2
+        torch.testing.assert_close(ours, clip)
+
+
+@every_kind
+def test_rows_without_and_with_only_positives_are_finite_at_any_scale(kind: Any) -> None:
+    queries = torch.ones(3, 4, requires_grad=True)
+    keys = torch.ones(5, 4, requires_grad=True)
+    loss = multi_positive_loss(queries, keys, [[], [0, 1, 2, 3, 4], [2]], kind=kind, scale=1e4, tile=2)
+    loss.backward()
+    for value in (loss, queries.grad, keys.grad):
+        assert value is not None
+        assert value.isfinite().all()
+    assert queries.grad is not None
+    assert queries.grad[0].abs().max() == 0.0
+
+
+def test_rows_without_and_with_only_positives_have_loss_zero() -> None:
+    queries, keys = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4)
+    loss = multi_positive_loss(queries, keys, [[], [0, 1, 2]], scale=100.0)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert queries.grad is not None
+    assert queries.grad.abs().max() == 0.0
+
+
+@every_kind
+def test_bfloat16_at_scale_100_errs_no_more_than_the_plain_formula_in_bfloat16(kind: Any) -> None:
+    queries, keys, positive = problem(16, 24, 32)
+    low = [functional.normalize(value, dim=1).bfloat16().requires_grad_() for value in (queries, keys)]
+    exact = [value.detach().double().requires_grad_() for value in low]
+    scale, bias = torch.tensor(100.0), torch.tensor(0.0)
+    plain = [value.detach().clone().requires_grad_() for value in low]
+    truth = dense_loss(*exact, positive, kind, scale.double(), bias.double())
+    low_truth = dense_loss(*plain, positive, kind, scale.bfloat16(), bias.bfloat16())
+    loss = multi_positive_loss(*low, lists(positive), kind=kind, scale=scale, tile=7)
+    assert abs(loss.item() - truth.item()) <= abs(low_truth.item() - truth.item()) + 1e-4 * truth.item()
+    for value in (loss, truth, low_truth):
+        value.backward()
+    for ours, theirs, right in zip(low, plain, exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and right.grad is not None
+        error, budget = (ours.grad - right.grad).norm(), (theirs.grad - right.grad).norm()
+        assert error <= budget + 1e-3 * right.grad.norm()
+
+
+def test_positives_come_as_lists_rows_matrices_or_padded_tensors() -> None:
+    queries, keys, positive = problem()
+    rows = lists(positive)
+    width = max(map(len, rows))
+    padded = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
+    expected = multi_positive_loss(queries, keys, rows)
+    matrix = scipy.sparse.csr_array(positive.numpy().astype(float))
+    for given in (matrix, padded, [row + row for row in rows]):
+        assert multi_positive_loss(queries, keys, given) == expected
+
+
+def test_module_learns_scale_and_bias() -> None:
+    queries, keys, positive = problem()
+    loss = MultiPositive("sigmoid", temperature=0.5, bias=-1.0, learn_scale=True, learn_bias=True)
+    loss(queries, keys, lists(positive)).backward()
+    scale, bias = number(2.0), number(-1.0)
+    dense_loss(queries, keys, positive, "sigmoid", scale, bias).backward()
+    assert loss.log_scale.grad is not None and scale.grad is not None and bias.grad is not None
+    assert math.isclose(loss.log_scale.grad.item(), 2.0 * scale.grad.item(), rel_tol=1e-5)
+    assert math.isclose(loss.bias.grad.item(), bias.grad.item(), rel_tol=1e-5)  # type: ignore[union-attr]
+
+
+def test_second_derivatives_are_refused() -> None:
+    queries, keys, positive = problem()
+    loss = multi_positive_loss(queries.requires_grad_(), keys, lists(positive))
+    (gradient,) = torch.autograd.grad(loss, queries, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"does not require grad|once_differentiable"):
+        gradient.sum().backward()
+
+
+class Largest(TorchDispatchMode):
+    """Records the most elements that any tensor made inside has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+@every_kind
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_no_tensor_of_queries_by_keys_exists(kind: Any, layout: Any) -> None:
+    queries, keys = torch.randn(300, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
+    with Largest() as largest:
+        positives = [[row] for row in range(300)]
+        multi_positive_loss(queries, keys, positives, kind=kind, layout=layout, tile=32).backward()
+    assert largest.elements <= 500 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positives": [[11]] + [[0]] * 6}, r"labels must lie in \[0, 11\), found 11"),
+        ({"positives": [[0]] * 6}, "one row for each of the 7 embeddings, found 6"),
+        ({"positives": [[0.5]] * 7}, "row 0 must be a list of integers"),
+        ({"queries": torch.full((7, 5), math.nan, dtype=torch.float64)}, "queries must be finite"),
+        ({"queries": torch.zeros(7, 4, dtype=torch.float64)}, "the same d"),
+        ({"queries": torch.zeros(0, 5, dtype=torch.float64), "positives": []}, "must not be empty"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    queries, keys, positive = problem()
+    given = {"queries": queries, "keys": keys, "positives": lists(positive)} | change
+    with pytest.raises(DataError, match=message):
+        multi_positive_loss(**given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "hinge"}, "kind must be"),
+        ({"layout": "ring"}, "layout must be"),
+        ({"tile": 0}, "tile must be"),
+    ],
+)
+def test_unknown_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    queries, keys, positive = problem()
+    with pytest.raises(ConfigError, match=message):
+        multi_positive_loss(queries, keys, lists(positive), **settings)
+    with pytest.raises(ConfigError, match=message):
+        MultiPositive(**settings)

@@ -1,0 +1,30 @@
+"""Runs a function in several gloo processes and returns what each of them found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+import torch.multiprocessing as multiprocessing
+
+TIMEOUT = timedelta(seconds=50)
+
+
+def in_workers(size: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """Call ``function(rank, size, *arguments)`` in ``size`` gloo processes; fail where one of them fails."""
+    multiprocessing.spawn(_worker, (size, function, folder, arguments), nprocs=size)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _worker(
+    rank: int, size: int, function: Callable[..., Any], folder: Path, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    torch.save(function(rank, size, *arguments), folder / f"result-{rank}.pt")
+    distributed.destroy_process_group()

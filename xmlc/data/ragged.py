@@ -1,0 +1,74 @@
+"""Labels of a batch, as users hold them, to compressed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor
+
+from xmlc.data.rows import CsrRows
+from xmlc.errors import DataError
+
+RaggedLabels = CsrRows | scipy.sparse.sparray | scipy.sparse.spmatrix | Tensor | Sequence[Sequence[int]]
+"""A list of labels for each row, compressed rows, a SciPy matrix, or an int tensor padded with negatives."""
+
+
+def ragged_rows(labels: Any, rows: int, columns: int, where: str) -> CsrRows:
+    """Return labels as compressed rows without values; a label given twice in a row counts once.
+
+    Args:
+        labels: See `RaggedLabels`. The stored entries of a matrix are labels; explicit zeros are not. Of a
+            padded tensor [row, width], negative entries are padding.
+        rows: Rows there must be.
+        columns: Labels must lie in [0, columns).
+        where: Names the labels in errors.
+
+    Raises:
+        DataError: The rows do not match, or a label is no integer or out of range.
+    """
+    lengths, flat = _flatten(labels, where)
+    if len(lengths) != rows:
+        raise DataError(
+            f"{where}: must have one row for each of the {rows} embeddings, found {len(lengths)} rows"
+        )
+    outside = (flat < 0) | (flat >= columns)
+    if outside.any():
+        raise DataError(
+            f"{where}: labels must lie in [0, {columns}), found {flat[outside][0]}; map or remove it"
+        )
+    keys = np.unique(np.repeat(np.arange(rows, dtype=np.int64), lengths) * columns + flat)
+    counts = np.bincount(keys // columns, minlength=rows) if columns else np.zeros(rows, np.int64)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return CsrRows(offsets, (keys % max(columns, 1)).astype(np.int32), None, columns)
+
+
+def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of labels of each row and all labels, int64."""
+    if scipy.sparse.issparse(labels):
+        labels = CsrRows.from_scipy(labels, where)
+    if isinstance(labels, CsrRows):
+        kept = np.ones(len(labels.indices), bool) if labels.values is None else labels.values != 0
+        row = np.repeat(np.arange(labels.rows), np.diff(labels.offsets))[kept]
+        return np.bincount(row, minlength=labels.rows), labels.indices[kept].astype(np.int64)
+    if isinstance(labels, Tensor):
+        if labels.dim() != 2 or labels.dtype not in (torch.int32, torch.int64):
+            raise DataError(
+                f"{where}: a tensor of labels must be int32 or int64 [row, width], padded with negatives, "
+                f"found {labels.dtype} {list(labels.shape)}"
+            )
+        padded = labels.detach().cpu().numpy()
+        return (padded >= 0).sum(1), padded[padded >= 0].astype(np.int64)
+    try:
+        parts = [np.asarray(row) for row in labels]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: must be a list of label lists, found {error}") from None
+    for number, part in enumerate(parts):
+        if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
+            raise DataError(f"{where}: row {number} must be a list of integers, found {labels[number]!r}")
+    lengths = np.array([len(part) for part in parts], np.int64)
+    flat = np.concatenate([np.empty(0, np.int64), *(part.astype(np.int64) for part in parts)])
+    return lengths, flat
