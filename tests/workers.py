@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,27 @@ import torch
 import torch.distributed as distributed
 import torch.multiprocessing as multiprocessing
 
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = timedelta(seconds=50)
+
+
+@contextmanager
+def tests_importable() -> Iterator[None]:
+    """Let processes that start meanwhile find the tests' modules: they take over this process's path.
+
+    Behind the installed package, which the source folder would hide.
+    """
+    sys.path.append(str(ROOT))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(ROOT))
 
 
 def in_workers(size: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """Call ``function(rank, size, *arguments)`` in ``size`` gloo processes; fail where one of them fails."""
-    multiprocessing.spawn(_worker, (size, function, folder, arguments), nprocs=size)  # type: ignore[no-untyped-call]
+    with tests_importable():
+        multiprocessing.spawn(_worker, (size, function, folder, arguments), nprocs=size)  # type: ignore[no-untyped-call]
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(size)]
 
 

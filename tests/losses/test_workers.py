@@ -14,7 +14,7 @@ import torch.distributed as distributed
 from contrastive import dense_loss, lists, problem
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import TIMEOUT, in_workers
+from workers import TIMEOUT, in_workers, tests_importable
 
 from xmlc.errors import WorkerError
 from xmlc.losses import KINDS, MultiPositive, multi_positive_loss
@@ -139,8 +139,9 @@ def test_the_other_workers_stop_with_a_message_when_one_is_killed(tmp_path: Path
     workers = [
         context.Process(target=be_killed_or_report, args=(rank, 3, str(tmp_path))) for rank in range(3)
     ]
-    for worker in workers:
-        worker.start()
+    with tests_importable():
+        for worker in workers:
+            worker.start()
     try:
         for worker in workers:
             worker.join(timeout=90)
