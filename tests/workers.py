@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=50)
 
 
 @contextmanager
-def tests_importable() -> Iterator[None]:
+def shared_import_path() -> Iterator[None]:
     """Let processes that start meanwhile find the tests' modules: they take over this process's path.
 
     Behind the installed package, which the source folder would hide.
@@ -32,7 +32,7 @@ def tests_importable() -> Iterator[None]:
 
 def in_workers(size: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """Call ``function(rank, size, *arguments)`` in ``size`` gloo processes; fail where one of them fails."""
-    with tests_importable():
+    with shared_import_path():
         multiprocessing.spawn(_worker, (size, function, folder, arguments), nprocs=size)  # type: ignore[no-untyped-call]
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(size)]
 

@@ -14,7 +14,7 @@ import torch.distributed as distributed
 from contrastive import dense_loss, lists, problem
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import TIMEOUT, in_workers, tests_importable
+from workers import TIMEOUT, in_workers, shared_import_path
 
 from xmlc.errors import WorkerError
 from xmlc.losses import KINDS, MultiPositive, multi_positive_loss
@@ -139,7 +139,7 @@ def test_the_other_workers_stop_with_a_message_when_one_is_killed(tmp_path: Path
     workers = [
         context.Process(target=be_killed_or_report, args=(rank, 3, str(tmp_path))) for rank in range(3)
     ]
-    with tests_importable():
+    with shared_import_path():
         for worker in workers:
             worker.start()
     try:
