@@ -103,3 +103,13 @@ def test_updates_are_those_of_torch_on_the_touched_weights(kind: str) -> None:
 def test_state_exists_only_where_the_optimizer_keeps_some() -> None:
     assert set(layer("adam").tensors()) == {"indices", "weight", "state.first", "state.second"}
     assert set(layer("sgd").tensors()) == {"indices", "weight"}
+
+
+def test_new_connections_take_effect() -> None:
+    direct, features = layer(), batch()
+    direct.logits(features)
+    generator = np.random.default_rng(1)
+    indices = np.stack([generator.permutation(FEATURE)[:FAN_IN] for _ in range(LABEL)]).astype(np.int32)
+    direct.connect(indices, np.ones((LABEL, FAN_IN), np.float32))
+    expected = dense_weight(direct) @ torch.from_numpy(features.to_scipy().toarray().astype(np.float64)).T
+    torch.testing.assert_close(dense_logits(direct.logits(features)), expected, rtol=1e-6, atol=1e-6)

@@ -14,8 +14,6 @@ from xmlc.config import OptimizerConfig
 from xmlc.data.rows import CsrRows, Float32, Int64
 from xmlc.ops import LogitOffsets
 
-_SCANNED_AT_ONCE = 1 << 22
-
 
 @dataclass(frozen=True)
 class DirectLogits:
@@ -47,6 +45,10 @@ class DirectConnections:
         self.weight = torch.zeros(label, fan_in)
         self.first = torch.zeros(label, fan_in if optimizer.kind == "adam" else 0)
         self.second = torch.zeros_like(self.first)
+        self._version = -1  # of the indices that the three below were made from
+        self._places: NDArray[np.int32]  # flat places of the connections, by feature. [connection]
+        self._first: Int64  # first of each feature. [feature]
+        self._counts: Int64  # [feature]
 
     def connect(self, indices: NDArray[np.int32], weight: Float32) -> None:
         """Set connections and weights, [label, fan_in] each."""
@@ -58,18 +60,11 @@ class DirectConnections:
         by_feature = np.argsort(features.indices, kind="stable")
         instances = np.repeat(np.arange(features.rows, dtype=np.int32), np.diff(features.offsets))[by_feature]
         stored = np.ones(len(instances), np.float32) if features.values is None else features.values
-        counts = np.bincount(features.indices, minlength=self.feature_count + 1)  # the last: no connection
+        counts = np.bincount(features.indices, minlength=self.feature_count)
         starts = np.cumsum(counts) - counts
 
-        flat = self.indices.numpy().ravel()
-        present = counts > 0
-        connections = np.concatenate(
-            [
-                first + np.flatnonzero(present[flat[first : first + _SCANNED_AT_ONCE]])
-                for first in range(0, len(flat), _SCANNED_AT_ONCE)
-            ]
-        )
-        touched = flat[connections]
+        connections = self._to_features(np.flatnonzero(counts))
+        touched = self.indices.numpy().ravel()[connections]
         repeats = counts[touched]
         first = np.cumsum(repeats) - repeats  # [touched]
         place = _runs(starts[touched], repeats, first)
@@ -85,6 +80,20 @@ class DirectConnections:
             first,
             values,
         )
+
+    def _to_features(self, features: Int64) -> Int64:
+        """Return the flat places of all connections to the given features, rising."""
+        if self._version != self.indices._version:  # connected, or read from a checkpoint, since
+            flat = self.indices.numpy().ravel()
+            self._places = np.argsort(flat, kind="stable").astype(np.int32)
+            self._places = self._places[np.count_nonzero(flat < 0) :]
+            counts = np.bincount(flat[self._places], minlength=self.feature_count)
+            self._first = np.cumsum(counts) - counts
+            self._counts = counts
+            self._version = self.indices._version
+        repeats = self._counts[features]
+        places = self._places[_runs(self._first[features], repeats, np.cumsum(repeats) - repeats)]
+        return np.sort(places).astype(np.int64)
 
     def update(self, logits: DirectLogits, learning_rate: float, step: int) -> None:
         """Move the touched weights by the gradients that the fused step has left in the offsets.
