@@ -65,6 +65,11 @@ class Problem:
         """The arguments of `sparse_linear`."""
         return self.features, self.weight, self.indices, self.bias, self.group_size
 
+    @property
+    def of_step(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The tensors that `fused_step` takes by their places."""
+        return self.features, self.offsets, self.labels, self.weight, self.indices, self.bias
+
     def copy(self) -> Problem:
         """Return a problem that shares no memory with this one."""
         return replace(

@@ -20,28 +20,35 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     Raises:
         CheckpointError: The disk refuses (full, read-only).
     """
+    with writing(path), replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a place to write a file at, which takes the place of ``path``, whole and on disk, at the end.
+
+    After an error ``path`` is what it was.
+    """
     temporary = temporary_of(path)
     try:
-        with writing(path):
-            with temporary.open("wb") as stream:
-                stream.write(data.encode() if isinstance(data, str) else data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(path)
-            sync_folder(path.parent)
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def temporary_of(path: Path) -> Path:
-    """Return where `write_atomic` prepares ``path``; one fixed name, so that the next write reuses it."""
+    """Return where `replacing` prepares ``path``; one fixed name, so that the next write reuses it."""
     return path.with_name(f".{path.name}.tmp")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

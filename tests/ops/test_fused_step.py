@@ -69,12 +69,7 @@ def step_in_place(
     problem: Problem, chosen: Settings, state: OptimizerState, step: int = 1, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     return fused_step(
-        problem.features,
-        problem.offsets,
-        problem.labels,
-        problem.weight,
-        problem.indices,
-        problem.bias,
+        *problem.of_step,
         optimizer=chosen.optimizer,
         learning_rate=chosen.rate,
         state=state,

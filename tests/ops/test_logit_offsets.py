@@ -46,12 +46,7 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """Run one step of plain SGD on the problem's own tensors."""
     return fused_step(
-        problem.features,
-        problem.offsets,
-        problem.labels,
-        problem.weight,
-        problem.indices,
-        problem.bias,
+        *problem.of_step,
         loss=loss,
         optimizer=OptimizerConfig(kind="sgd"),
         learning_rate=0.5,

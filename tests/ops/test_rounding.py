@@ -23,12 +23,7 @@ def step_in_place(problem: Problem, rate: float, scale: float = 1.0, **options) 
     optimizer = options.pop("optimizer", OptimizerConfig(kind="sgd"))
     state = options.pop("state", OptimizerState())
     fused_step(
-        problem.features,
-        problem.offsets,
-        problem.labels,
-        problem.weight,
-        problem.indices,
-        problem.bias,
+        *problem.of_step,
         loss="squared_hinge",
         optimizer=optimizer,
         learning_rate=rate,

@@ -25,7 +25,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError, model_validator
 
 from xmlc.errors import CheckpointError
-from xmlc.files import open_regular, sync_folder, temporary_of, write_atomic, writing
+from xmlc.files import open_regular, sync, temporary_of, write_atomic, writing
 
 FORMAT = "xmlc-checkpoint"
 VERSION = 1
@@ -98,9 +98,9 @@ def write_checkpoint(
             names = (f"tensors-{number}.safetensors" for number in itertools.count())
             data = next(folder / name for name in names if not (folder / name).exists())
             entries = _write_data(data, tensors)
-            sync_folder(folder)
+            sync(folder)
             write_atomic(folder / MANIFEST, _manifest_text(entries, metadata))
-            sync_folder(folder.parent)
+            sync(folder.parent)
     finally:
         with suppress(OSError):
             _clean(folder)
@@ -254,7 +254,7 @@ class CheckpointFolder:
                 continue
             with writing(folder):
                 (folder / MANIFEST).unlink()
-                sync_folder(folder)  # a manifest must not outlive its data
+                sync(folder)  # a manifest must not outlive its data
                 _clean(folder)
 
     def names(self) -> list[str]:

@@ -182,14 +182,19 @@ def check_files(card: Card, folder: Path) -> None:
         raise DataError(problem)
 
 
+def sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def wrong_files(card: Card, folder: Path) -> Iterator[str]:
     """Yield everything that `check_files` refuses."""
     for name, expected in card.files.items():
         if not expected:
             continue
         try:
-            with (folder / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = sha256(folder / name)
         except OSError as error:
             yield f"{folder / name}: must be readable, found: {error.strerror}; get it again: {card.obtain}"
             continue

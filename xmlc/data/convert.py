@@ -17,8 +17,9 @@ from xmlc.data import card as cards
 from xmlc.data.dataset import Dataset, content_fingerprint
 from xmlc.data.reader import IndexBase, Reading, read_folder
 from xmlc.data.store import scratch_folder
-from xmlc.data.writer import PARTS, Format, sha256, write_dataset
+from xmlc.data.writer import PARTS, Format, write_dataset
 from xmlc.errors import DataError
+from xmlc.files import replacing, sync
 
 
 def convert(
@@ -110,10 +111,10 @@ def new_folder(target: Path) -> Iterator[Path]:
         try:
             yield fresh
             for path in fresh.iterdir():
-                _sync(path)
-            _sync(fresh)
+                sync(path)
+            sync(fresh)
             fresh.rename(target)
-            _sync(target.parent)
+            sync(target.parent)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
@@ -129,28 +130,13 @@ def new_file(path: Path, lines: Iterable[str]) -> None:
     Raises:
         DataError: It cannot be written.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        try:
-            with fresh.open("w", encoding="utf-8", newline="\n") as file:
-                file.writelines(f"{line}\n" for line in lines)
-            _sync(fresh)
-            fresh.rename(path)
-            _sync(path.parent)
-        finally:
-            fresh.unlink(missing_ok=True)
+        with replacing(path) as fresh, fresh.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise DataError(
             f"{path}: must be writable and have room, found: {error.strerror}; check its folder"
         ) from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _leave_out(dataset: Dataset, parts: Sequence[str]) -> Dataset:
@@ -171,7 +157,7 @@ def _leave_out(dataset: Dataset, parts: Sequence[str]) -> Dataset:
 
 
 def _write_card(card: cards.Card, dataset: Dataset, folder: Path) -> None:
-    files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    files = {path.name: cards.sha256(path) for path in sorted(folder.iterdir())}
     filters = tuple(name for name in files if name.startswith("filter_labels_"))
     counts = cards.Counts(
         train=dataset.train.instances,

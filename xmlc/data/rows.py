@@ -44,6 +44,11 @@ class CsrRows:
         values = None if self.values is None else self.values[:end]
         return CsrRows(self.offsets[: rows + 1], self.indices[:end], values, self.columns)
 
+    def transposed(self) -> CsrRows:
+        """Return the matrix as [column, row], with values."""
+        matrix = self.to_scipy().T.tocsr()
+        return CsrRows(matrix.indptr.astype(np.int64), matrix.indices, matrix.data, self.rows)
+
     def to_scipy(self) -> scipy.sparse.csr_matrix:
         """Return a float32 ``scipy.sparse.csr_matrix`` [row, column]."""
         values = np.ones(len(self.indices), np.float32) if self.values is None else self.values

@@ -24,6 +24,7 @@ from xmlc.data.dataset import Dataset, Features, Split, arrays_of, content_finge
 from xmlc.data.reader import DataWarning, read_folder, source_files
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
+from xmlc.files import sync
 
 STORE_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -206,7 +207,7 @@ def _write(folder: Path, wanted: dict[str, Any], build: Callable[[Path], Stored]
         if folder.exists():
             folder.rename(old)
         fresh.rename(folder)
-        _sync_folder(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -231,14 +232,6 @@ def _map(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     if array.dtype.str != entry["dtype"] or list(array.shape) != entry["shape"]:
         raise ValueError(f"{path} is not what the manifest says")
     return np.asarray(array)  # a plain view: np.memmap makes every slice slow
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _facts(dataset: Dataset) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -57,12 +56,6 @@ def pair_lines(pairs: CsrRows) -> Iterator[str]:
     for row, (start, end) in enumerate(pairwise(pairs.offsets.tolist())):
         for label in pairs.indices[start:end].tolist():
             yield f"{row} {label}"
-
-
-def sha256(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _splits(dataset: Dataset) -> list[tuple[str, Split]]:

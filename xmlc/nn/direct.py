@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import scipy.sparse
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -45,10 +46,8 @@ class DirectConnections:
         self.weight = torch.zeros(label, fan_in)
         self.first = torch.zeros(label, fan_in if optimizer.kind == "adam" else 0)
         self.second = torch.zeros_like(self.first)
-        self._version = -1  # of the indices that the three below were made from
-        self._places: NDArray[np.int32]  # flat places of the connections, by feature. [connection]
-        self._first: Int64  # first of each feature. [feature]
-        self._counts: Int64  # [feature]
+        self._version = -1  # of the indices that the next was made from
+        self._places: CsrRows  # flat places of the connections to each feature, [feature, place]
 
     def connect(self, indices: NDArray[np.int32], weight: Float32) -> None:
         """Set connections and weights, [label, fan_in] each."""
@@ -57,43 +56,35 @@ class DirectConnections:
 
     def logits(self, features: CsrRows) -> DirectLogits:
         """Return the sums of all instances [batch, feature] as entries by rising label."""
-        by_feature = np.argsort(features.indices, kind="stable")
-        instances = np.repeat(np.arange(features.rows, dtype=np.int32), np.diff(features.offsets))[by_feature]
-        stored = np.ones(len(instances), np.float32) if features.values is None else features.values
-        counts = np.bincount(features.indices, minlength=self.feature_count)
-        starts = np.cumsum(counts) - counts
-
-        connections = self._to_features(np.flatnonzero(counts))
-        touched = self.indices.numpy().ravel()[connections]
-        repeats = counts[touched]
-        first = np.cumsum(repeats) - repeats  # [touched]
-        place = _runs(starts[touched], repeats, first)
-        values = stored[by_feature][place]
+        by_feature = features.transposed()
+        connections = self._to_features(np.flatnonzero(np.diff(by_feature.offsets)))
+        entries = by_feature.take(self.indices.numpy().ravel()[connections])  # [touched, instance]
+        assert entries.values is not None, "a transposed matrix has values"
+        repeats = np.diff(entries.offsets)
         weight = np.repeat(self.weight.numpy().ravel()[connections], repeats)
         return DirectLogits(
             LogitOffsets.of(
                 torch.from_numpy(np.repeat((connections // self.fan_in).astype(np.int32), repeats)),
-                torch.from_numpy(instances[place]),
-                torch.from_numpy(weight * values),
+                torch.from_numpy(entries.indices),
+                torch.from_numpy(weight * entries.values),
             ),
             connections,
-            first,
-            values,
+            entries.offsets[:-1],
+            entries.values,
         )
 
     def _to_features(self, features: Int64) -> Int64:
         """Return the flat places of all connections to the given features, rising."""
         if self._version != self.indices._version:  # connected, or read from a checkpoint, since
             flat = self.indices.numpy().ravel()
-            self._places = np.argsort(flat, kind="stable").astype(np.int32)
-            self._places = self._places[np.count_nonzero(flat < 0) :]
-            counts = np.bincount(flat[self._places], minlength=self.feature_count)
-            self._first = np.cumsum(counts) - counts
-            self._counts = counts
+            places = np.flatnonzero(flat >= 0)
+            entries = scipy.sparse.coo_array(
+                (np.ones(len(places), np.float32), (flat[places], places)),
+                shape=(self.feature_count, len(flat)),
+            )
+            self._places = replace(CsrRows.from_scipy(entries, "direct connections"), values=None)
             self._version = self.indices._version
-        repeats = self._counts[features]
-        places = self._places[_runs(self._first[features], repeats, np.cumsum(repeats) - repeats)]
-        return np.sort(places).astype(np.int64)
+        return np.sort(self._places.take(features).indices).astype(np.int64)
 
     def update(self, logits: DirectLogits, learning_rate: float, step: int) -> None:
         """Move the touched weights by the gradients that the fused step has left in the offsets.
@@ -124,8 +115,3 @@ class DirectConnections:
         if self.optimizer.kind == "adam":
             tensors |= {"state.first": self.first, "state.second": self.second}
         return tensors
-
-
-def _runs(starts: Int64, repeats: Int64, first: Int64) -> Int64:
-    """Return starts[i], starts[i] + 1, ... (repeats[i] of them) for every i, from place first[i] on."""
-    return np.repeat(starts - first, repeats) + np.arange(int(repeats.sum()))

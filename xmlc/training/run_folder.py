@@ -28,7 +28,7 @@ from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation.predict import CHECKPOINTS
-from xmlc.files import sync_folder, temporary_of, write_atomic
+from xmlc.files import sync, temporary_of, write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     "config.toml",
@@ -233,7 +233,7 @@ class RunFolder:
                     stream.flush()
                     os.fsync(stream.fileno())
             if flush:
-                sync_folder(self.path)
+                sync(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path / file}: must be writable: {error.strerror}; free space, then --resume"
