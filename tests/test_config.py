@@ -226,6 +226,8 @@ def test_a_dense_output_does_not_care_about_fan_in() -> None:
 def test_an_optimizer_by_label_needs_a_sparse_output() -> None:
     with pytest.raises(ConfigError, match=r"label_adam needs model\.output = sparse"):
         load_config(None, ["output_optimizer.kind=label_adam", "model.output=dense"])
+    with pytest.raises(ConfigError, match=r"similarity needs model\.output = sparse, found dense"):
+        load_config(None, ["similarity.text_weight=0.5", "model.output=dense"])
 
 
 @pytest.mark.parametrize("override", ["training.epochs", "=3", "training.=3", ".epochs=3", ""])

@@ -130,6 +130,23 @@ class ModelConfig(Section):
         return self
 
 
+class SimilarityConfig(Section):
+    """Likeness of texts, added to a sparse model's logits when labels are ranked, never in training."""
+
+    text_weight: NonNegativeFloat = 0.0
+    """Times the cosine between the features of the instance and those of the label's text."""
+    neighbour_weight: NonNegativeFloat = 0.0
+    """Times the sum of the squared cosines to the nearest training instances that carry the label. The run
+    then keeps the training features, and an instance costs a product with all of them."""
+    neighbours: PositiveInt = 50
+    """Nearest training instances."""
+
+    @property
+    def used(self) -> bool:
+        """Whether anything is added."""
+        return self.text_weight > 0.0 or self.neighbour_weight > 0.0
+
+
 class LossConfig(Section):
     """Loss of one logit, and how the logits of an instance are combined."""
 
@@ -257,6 +274,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     text: TextConfig = TextConfig()
     model: ModelConfig = ModelConfig()
+    similarity: SimilarityConfig = SimilarityConfig()
     loss: LossConfig = LossConfig()
     output_optimizer: OptimizerConfig = OptimizerConfig()
     dense_optimizer: OptimizerConfig = OptimizerConfig()
@@ -278,6 +296,8 @@ class Config(Section):
                     "output_optimizer.kind must be adam or sgd where direct_fan_in is above 0, found "
                     f"{self.output_optimizer.kind}"
                 )
+        if self.similarity.used and self.model.output != "sparse":
+            raise ValueError(f"similarity needs model.output = sparse, found {self.model.output}")
         return self
 
 

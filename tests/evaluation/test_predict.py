@@ -58,6 +58,34 @@ def test_a_loaded_run_is_the_model_that_was_trained(kind: problems.Kind, tmp_pat
     assert len(loaded.predict(inputs(kind))) == 30
 
 
+@pytest.mark.parametrize("direct", [0, 4])
+@pytest.mark.parametrize("kind", ["text", "sparse"])
+def test_a_loaded_run_ranks_with_its_similarity(kind: problems.Kind, direct: int, tmp_path: Path) -> None:
+    """A trained model ranks alike with and without; what it adds is what stands in the checkpoint."""
+    data = open_dataset(problems.write_folder(tmp_path / "toy", kind))
+    settings = {"training": {"epochs": 1}, "model": {"direct_fan_in": direct}}
+    plain = train_into(tmp_path / "plain", data, problems.config(**settings))
+    similar = train_into(
+        tmp_path / "run", data, problems.config(similarity={"neighbour_weight": 3.0}, **settings)
+    )
+    for name, tensor in plain.model.tensors().items():
+        assert tensor.equal(similar.model.tensors()[name]), f"{name}: trained differently"
+    trained, loaded = similar.model, load(tmp_path / "run", "latest")
+    assert loaded.model.similarity is not None
+    features = loaded.features(inputs(kind))
+    offsets = loaded.model.similarity.offsets(features)  # type: ignore[arg-type]
+    scores, labels = loaded.top_labels(inputs(kind), problems.LABELS)
+    before, labels_before = load(tmp_path / "plain", "latest").top_labels(inputs(kind), problems.LABELS)
+    expected = np.zeros((30, problems.LABELS))
+    np.put_along_axis(expected, labels_before, before, 1)
+    np.add.at(expected, (offsets.instance.numpy(), offsets.label.numpy()), offsets.value.numpy())
+    found = np.zeros((30, problems.LABELS))
+    np.put_along_axis(found, labels, scores, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert trained.similarity is not None
+    assert trained.similarity.offsets(features).value.equal(offsets.value)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", problems.KINDS)
 def test_more_labels_than_there_are_gives_all_of_them(
     kind: problems.Kind, predictors: dict[str, Predictor]

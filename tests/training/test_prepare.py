@@ -280,5 +280,31 @@ def test_label_texts_choose_direct_connections_and_are_no_instances() -> None:
 
 
 def test_direct_connections_refuse_dense_features() -> None:
-    with pytest.raises(ConfigError, match=r"direct_fan_in needs texts or sparse features, found dense ones"):
+    with pytest.raises(
+        ConfigError, match=r"direct_fan_in and similarity need texts or sparse features, found dense"
+    ):
         prepared(problems.dataset("dense"), model=DIRECT)
+
+
+def test_similarity_holds_label_texts_and_the_instances_trained_on() -> None:
+    data = problems.dataset("text")
+    texts = TextColumn.from_strings(f"unheard{label}" for label in range(problems.LABELS))
+    parts = prepared(
+        replace(data, label_texts=texts, fingerprint="texts"),
+        data={"validation_fraction": 0.25},
+        similarity={"text_weight": 0.5, "neighbour_weight": 0.5},
+    )
+    assert parts.similarity is not None
+    assert parts.direct is None
+    assert parts.vectorizer is not None
+    offsets = parts.similarity.offsets(parts.vectorizer.transform(TextColumn.from_strings(["unheard3"])))
+    assert (offsets.label.tolist(), offsets.value.tolist()) == ([3], [0.5])
+    assert parts.similarity.labels.rows == 150
+    assert trained_rows(parts) <= set(range(200))
+
+
+def test_similarity_refuses_what_has_no_words() -> None:
+    with pytest.raises(ConfigError, match=r"similarity\.text_weight needs texts of the labels, found none"):
+        prepared(problems.dataset("text"), similarity={"text_weight": 0.5})
+    with pytest.raises(ConfigError, match=r"and similarity need texts or sparse features, found dense"):
+        prepared(problems.dataset("dense"), similarity={"neighbour_weight": 0.5})

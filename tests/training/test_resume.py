@@ -110,6 +110,7 @@ def test_every_optimizer_goes_on(optimizer: str, train: Train, at_step: Any) -> 
 def test_direct_connections_go_on(kind: problems.Kind, optimizer: str, train: Train, at_step: Any) -> None:
     dataset, settings = problems.dataset(kind), everything(optimizer)
     settings["model"] |= {"direct_fan_in": 5, "direct_max_frequency": 1.0}
+    settings["similarity"] = {"neighbour_weight": 0.5}
     whole = train(dataset, "whole", **settings)
     at_step(7, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(StoppedBySignalError, match="SIGINT"):

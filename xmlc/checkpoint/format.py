@@ -505,7 +505,10 @@ def _read_data(path: Path, entries: Mapping[str, _Entry], tensors: Mapping[str, 
 
 def _byte_chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the bytes of ``tensor`` as uint8 vectors; they share its memory if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:  # an empty array of NumPy's has a stride that no other dtype can view
+        return ()
+    return flat.view(torch.uint8).split(CHUNK_BYTES)
 
 
 def _clean(folder: Path) -> None:

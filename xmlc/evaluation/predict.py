@@ -20,7 +20,7 @@ from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
-from xmlc.nn import Model, Problem, weight_shapes
+from xmlc.nn import Model, Problem, Similarity, weight_shapes
 
 CHECKPOINTS = "checkpoints"
 
@@ -181,6 +181,13 @@ def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Ma
             )
 
 
+def _arrays(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, NDArray[Any]]:
+    """Return the tensors whose names start so, by the rest of the name."""
+    return {
+        name.removeprefix(prefix): value.numpy() for name, value in tensors.items() if name.startswith(prefix)
+    }
+
+
 def restore(path: Path) -> Predictor:
     """Build the predictor of one checkpoint folder."""
     checkpoint = read_checkpoint(path)
@@ -193,11 +200,14 @@ def restore(path: Path) -> Predictor:
         model = Model(config, problem)
         for name, tensor in model.tensors().items():
             tensor.copy_(tensors[f"model.{name}"])
-        arrays = {
-            name.removeprefix("text."): value.numpy()
-            for name, value in tensors.items()
-            if name.startswith("text.")
-        }
+        if config.similarity.used:
+            model.similarity = Similarity.from_arrays(
+                config.similarity,
+                _arrays(tensors, "similarity."),
+                problem.feature_count,
+                problem.label_count,
+            )
+        arrays = _arrays(tensors, "text.")
         vectorizer = TextVectorizer.from_arrays(arrays, config.text) if arrays else None
         names = None
         if "label_names.offsets" in tensors:

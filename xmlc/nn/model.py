@@ -21,6 +21,8 @@ from xmlc.nn.direct import DirectConnections
 from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop, drop_features
 from xmlc.nn.output_layer import DenseOutput, OutputLayer, SparseOutput
 from xmlc.nn.penultimate import PenultimateLayer
+from xmlc.nn.similarity import Similarity
+from xmlc.ops import LogitOffsets
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Model:
         check_memory(config, problem)
         self.config = config
         self.problem = problem
+        self.similarity: Similarity | None = None  # not trained: given by who has the texts
         model = config.model
         generator = torch.Generator().manual_seed(config.training.seed)
         self.encoder: BagOfWords | DenseFeatures = (
@@ -169,8 +172,16 @@ class Model:
         """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU."""
         with torch.no_grad():
             features = self.features(self.hidden(batch))
-            scores, labels = self.output.top_labels(features, k, self.direct_features(batch))
+            scores, labels = self.output.top_labels(
+                features, k, self.direct_features(batch), self._similarity(batch)
+            )
         return scores.cpu(), labels.cpu()
+
+    def _similarity(self, batch: Batch) -> LogitOffsets | None:
+        if self.similarity is None:
+            return None
+        assert isinstance(self.encoder, BagOfWords), "checked where the similarity was made"
+        return self.similarity.offsets(self.encoder.rows(batch))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and the output layer's optimizer state by name, sharing memory."""

@@ -13,7 +13,15 @@ from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, Redistribution
 from xmlc.data.rows import CsrRows
 from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
-from xmlc.ops import LOSSES, OptimizerState, fused_step, pairs_by_label, redistribute, top_labels
+from xmlc.ops import (
+    LOSSES,
+    LogitOffsets,
+    OptimizerState,
+    fused_step,
+    pairs_by_label,
+    redistribute,
+    top_labels,
+)
 from xmlc.sparsity import random_connectivity
 
 
@@ -35,8 +43,17 @@ class OutputLayer(Protocol):
         ``direct`` [batch, feature] is what direct connections see, where the layer has some.
         """
 
-    def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
-        """Return scores and labels [batch, k], best first; ties go to the lowest label."""
+    def top_labels(
+        self,
+        features: Tensor,
+        k: int,
+        direct: CsrRows | None = None,
+        offsets: LogitOffsets | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and labels [batch, k], best first; ties go to the lowest label.
+
+        ``offsets`` are added to the logits, where the layer can do that.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """Return weights and optimizer state by name, sharing memory."""
@@ -128,9 +145,17 @@ class SparseOutput:
             self.direct.update(logits, learning_rate, step)
         return result
 
-    def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
+    def top_labels(
+        self,
+        features: Tensor,
+        k: int,
+        direct: CsrRows | None = None,
+        offsets: LogitOffsets | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.top_labels`."""
         logits = self._direct_logits(direct)
+        if logits is not None:
+            offsets = logits.offsets.and_also(offsets)
         return top_labels(
             features,
             self.weight,
@@ -138,7 +163,7 @@ class SparseOutput:
             self.bias,
             k,
             self.group_size,
-            None if logits is None else logits.offsets.to(features.device),
+            None if offsets is None else offsets.to(features.device),
         )
 
     def _direct_logits(self, features: CsrRows | None) -> DirectLogits | None:
@@ -230,8 +255,14 @@ class DenseOutput:
             block.update(gradient @ features.T, gradient.sum(1), self.block_optimizer)
         return gradient_of.loss, feature_gradient
 
-    def top_labels(self, features: Tensor, k: int, direct: CsrRows | None = None) -> tuple[Tensor, Tensor]:
-        """See `OutputLayer.top_labels`."""
+    def top_labels(
+        self,
+        features: Tensor,
+        k: int,
+        direct: CsrRows | None = None,
+        offsets: LogitOffsets | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `OutputLayer.top_labels`; it adds nothing to logits."""
         batch = features.shape[1]
         scores = features.new_empty(batch, 0)
         labels = features.new_empty(batch, 0, dtype=torch.int64)

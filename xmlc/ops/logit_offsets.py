@@ -43,6 +43,16 @@ class LogitOffsets:
             return cls.of(none, none, torch.empty(0))
         return cls.of(label, instance, value) if gradient is None else cls(label, instance, value, gradient)
 
+    def and_also(self, others: LogitOffsets | None) -> LogitOffsets:
+        """Return the entries of both, by rising label; the same offsets where there are no others."""
+        if others is None:
+            return self
+        label, instance, value = (
+            torch.cat([getattr(self, name), getattr(others, name)]) for name in ("label", "instance", "value")
+        )
+        order = label.argsort(stable=True)
+        return LogitOffsets.of(label[order], instance[order], value[order])
+
     def to(self, device: torch.device) -> LogitOffsets:
         """Return the offsets on a device; themselves where they are there."""
         return LogitOffsets(**{name: value.to(device) for name, value in vars(self).items()})

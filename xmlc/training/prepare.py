@@ -16,7 +16,7 @@ from xmlc.data.rows import CsrRows, Int64, concatenate_rows
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
-from xmlc.nn import Problem
+from xmlc.nn import Problem, Similarity
 from xmlc.sparsity import DirectStart, direct_connectivity
 
 
@@ -33,6 +33,8 @@ class Prepared:
     vectorizer: TextVectorizer | None
     direct: DirectStart | None
     """Where the model has direct connections: those it starts with."""
+    similarity: Similarity | None
+    """Where likeness of texts is added to the logits: the texts."""
 
 
 def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prepared:
@@ -51,8 +53,15 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         split.instances, 0.0 if training.paper_protocol else config.data.validation_fraction, training.seed
     )
     documents = _label_documents(dataset) if config.data.label_documents else None
+    use_words = config.model.direct_fan_in > 0 or config.similarity.used
+    if use_words and dataset.kind == "dense":
+        raise ConfigError(
+            f"{dataset.name}: model.direct_fan_in and similarity need texts or sparse features, found dense "
+            "ones; set them to 0"
+        )
+    of_labels = config.model.direct_fan_in > 0 or config.similarity.text_weight > 0.0
     use_label_texts = documents is not None or (
-        config.model.direct_fan_in > 0 and dataset.kind == "text" and dataset.label_texts is not None
+        of_labels and dataset.kind == "text" and dataset.label_texts is not None
     )
     features, test_features, vectorizer = split.features, None, None
     if dataset.test is not None:
@@ -77,9 +86,9 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         )
 
     labels = split.labels
-    direct = None
-    if config.model.direct_fan_in:
-        direct = _direct_start(dataset, config, features, train_rows, use_label_texts)
+    direct = similarity = None
+    if use_words:
+        direct, similarity = _of_words(dataset, config, features, train_rows, use_label_texts)
     if use_label_texts and documents is None:
         assert isinstance(features, CsrRows), "text features are sparse"
         features = features.head(split.instances)
@@ -108,36 +117,43 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         validation_filter=validation_filter if config.data.mask_filter_pairs else None,
         vectorizer=vectorizer,
         direct=direct,
+        similarity=similarity,
     )
 
 
-def _direct_start(
+def _of_words(
     dataset: Dataset, config: Config, features: Features, train_rows: Int64, use_label_texts: bool
-) -> DirectStart:
-    """Choose direct connections from the training instances and, where there are some, the labels' texts.
+) -> tuple[DirectStart | None, Similarity | None]:
+    """Make what the config asks for of the training instances' words and, where there are some, the labels'.
 
     ``features`` are those of all training instances and behind them, with ``use_label_texts``, the labels'.
 
     Raises:
-        ConfigError: The features are dense.
+        ConfigError: The label texts have a weight, and there are none.
     """
-    if not isinstance(features, CsrRows):
-        raise ConfigError(
-            f"{dataset.name}: model.direct_fan_in needs texts or sparse features, found dense ones; "
-            "set it to 0"
-        )
+    assert isinstance(features, CsrRows), "checked by the caller"
     texts = dataset.label_features if isinstance(dataset.label_features, CsrRows) else None
     if use_label_texts and dataset.kind == "text":
         texts = features.take(np.arange(dataset.train.instances, features.rows))
-    return direct_connectivity(
-        features.take(train_rows),
-        dataset.train.labels.take(train_rows),
-        texts,
-        config.model.direct_fan_in,
-        config.model.direct_text,
-        config.model.direct_positives,
-        config.model.direct_max_frequency,
-    )
+    if texts is None and config.similarity.text_weight > 0.0:
+        raise ConfigError(
+            f"{dataset.name}: similarity.text_weight needs texts of the labels, found none; set it to 0"
+        )
+    instances, labels = features.take(train_rows), dataset.train.labels.take(train_rows)
+    direct = similarity = None
+    if config.model.direct_fan_in:
+        direct = direct_connectivity(
+            instances,
+            labels,
+            texts,
+            config.model.direct_fan_in,
+            config.model.direct_text,
+            config.model.direct_positives,
+            config.model.direct_max_frequency,
+        )
+    if config.similarity.used:
+        similarity = Similarity.of(config.similarity, texts, instances, labels)
+    return direct, similarity
 
 
 def _label_documents(dataset: Dataset) -> Int64:

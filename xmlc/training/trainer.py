@@ -88,6 +88,7 @@ class Trainer:
 
     def _connect(self) -> None:
         """Give direct connections their start; a checkpoint to resume from overwrites it."""
+        self.model.similarity = self.prepared.similarity
         output = self.model.output
         if isinstance(output, SparseOutput) and output.direct is not None:
             assert self.prepared.direct is not None, "prepare has chosen them"
@@ -312,6 +313,9 @@ class Trainer:
         if self.prepared.vectorizer is not None:
             for key, array in self.prepared.vectorizer.to_arrays().items():
                 tensors[f"text.{key}"] = torch.tensor(array)
+        if self.prepared.similarity is not None:
+            for key, array in self.prepared.similarity.arrays().items():
+                tensors[f"similarity.{key}"] = torch.tensor(array)
         if self.dataset.label_names is not None:
             tensors["label_names.offsets"] = torch.tensor(self.dataset.label_names.offsets)
             tensors["label_names.data"] = torch.tensor(self.dataset.label_names.data)
