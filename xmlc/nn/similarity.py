@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import scipy.sparse
 import torch
 from numpy.typing import NDArray
 
+from xmlc import native
 from xmlc.config import SimilarityConfig
 from xmlc.data.rows import CsrRows, unit_length
 from xmlc.errors import DataError
@@ -62,11 +64,17 @@ class Similarity:
     def offsets(self, features: CsrRows) -> LogitOffsets:
         """Return the sums for a batch [batch, feature] as entries by rising label."""
         queries = unit_length(features).to_scipy()
+        firsts = range(0, queries.shape[0], _AT_ONCE)
         parts = [(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))]
-        for first in range(0, queries.shape[0], _AT_ONCE):
-            for scores in self._scores(queries[first : first + _AT_ONCE]):
-                instance = np.repeat(np.arange(first, first + scores.shape[0]), np.diff(scores.indptr))
-                parts.append((scores.indices, instance.astype(np.int32), scores.data))
+        # SciPy's products and NumPy's partitions let go of the interpreter's lock.
+        with ThreadPoolExecutor(
+            native.threads_for(len(self.texts.indices) + len(self.instances.indices))
+        ) as threads:
+            scored = threads.map(lambda first: list(self._scores(queries[first : first + _AT_ONCE])), firsts)
+            for first, terms in zip(firsts, scored, strict=True):
+                for scores in terms:
+                    instance = np.repeat(np.arange(first, first + scores.shape[0]), np.diff(scores.indptr))
+                    parts.append((scores.indices, instance.astype(np.int32), scores.data))
         label, instance, value = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort(label, kind="stable")
         return LogitOffsets.of(*(torch.from_numpy(column[order]) for column in (label, instance, value)))
