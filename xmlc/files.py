@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import reprlib
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from xmlc.errors import CheckpointError
 
@@ -66,6 +69,31 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         raise OSError("it is a link, a folder or a device, not a plain file")
     with path.open("rb") as stream:
         yield stream
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse one JSON value; bytes are UTF-8.
+
+    Raises:
+        ValueError: It is not JSON, or an object holds a key twice: one of the values would be lost in silence.
+    """
+    try:
+        return _DECODER.decode(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object of its keys and values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object with the key {reprlib.repr(twice)} twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 @contextmanager

@@ -284,6 +284,21 @@ def test_a_manifest_that_is_not_json_is_refused(saved: Path, text: str) -> None:
         read_checkpoint(saved)
 
 
+@pytest.mark.parametrize("key", ["metadata", "weight", "shape"])
+def test_a_manifest_with_a_key_twice_is_refused(saved: Path, key: str) -> None:
+    """Which of the two holds would depend on the reader; its checksum is right: anybody can compute one."""
+    path = saved / "manifest.json"
+    document = json.loads(path.read_text())
+    text = path.read_text().replace(f'"{key}": ', f'"{key}": 0, "{key}": ', 1)
+    text = text.replace(document["checksum"], "0" * 64, 1)
+    path.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
+
+    with pytest.raises(
+        CheckpointError, match=rf"manifest\.json: must be JSON, found: an object with the key '{key}' t"
+    ):
+        read_checkpoint(saved)
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": "other"}', '"xmlc-checkpoint"'])
 def test_a_manifest_of_something_else_is_refused(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)

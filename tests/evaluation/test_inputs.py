@@ -50,6 +50,10 @@ def test_an_object_is_read_as_in_training_data(
         ("{not json", "must be a JSON object, found:"),
         ('{"a": 1', "must be a JSON object, found:"),
         ('{"a":' * 100_000, "must be a JSON object, found:"),
+        (
+            '{"title": "dog", "title": "cat"}',
+            "must be a JSON object, found: .* the key 'title' twice; correct it",
+        ),
         ("{}", "must hold title, content or text, found no key"),
         ('{"name": "dog"}', "must hold title, content or text, found name"),
         ('{"title": 5}', "title must be a string of valid Unicode, found 5"),

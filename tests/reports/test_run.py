@@ -103,6 +103,7 @@ def test_a_run_without_a_finished_epoch_is_refused(content: str | None, write: W
         (json.dumps(entry(2, validation="good")), "validation: Input should be an object"),
         (json.dumps(entry(2, phase_seconds={"data": -1})), "phase_seconds.data: Input should be greater"),
         (json.dumps(entry(2, redistributions=[{"step": 1}])), "redistributions.0.moved: Field required"),
+        (json.dumps(entry(2))[:-1] + ', "loss": 0}', "found an object with the key 'loss' twice; restore"),
         (json.dumps(entry(1)), "epochs must rise from line to line, found 1 after 1"),
     ],
 )

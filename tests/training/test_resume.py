@@ -424,7 +424,7 @@ def test_files_of_others_are_no_run_that_was_killed(train: Train, tmp_path: Path
     assert (tmp_path / "run" / "data.json").read_text() == "mine"
 
 
-@pytest.mark.parametrize("content", [None, "{", "{}", "[]"])
+@pytest.mark.parametrize("content", [None, "{", "{}", "[]", '{"fingerprint": "", "fingerprint": ""}'])
 def test_a_damaged_description_of_the_data_is_refused(
     content: str | None, stopped: Path, train: Train
 ) -> None:
@@ -496,7 +496,12 @@ def test_metrics_are_on_the_disk_before_their_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "line", [b"{}", b"[]", b"7", b"\xff", b"\0\0", b'{"epoch": "1", "step": 1, "best": true}', b"[" * 100_000]
+    "line",
+    [
+        *(b"{}", b"[]", b"7", b"\xff", b"\0\0", b"[" * 100_000),
+        b'{"epoch": "1", "step": 1, "best": true}',
+        b'{"epoch": 1, "epoch": 1, "step": 1, "best": true}',
+    ],
 )
 def test_a_damaged_line_of_metrics_is_refused(line: bytes, train: Train) -> None:
     run = train(problems.dataset(), training={"epochs": 1})

@@ -25,7 +25,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError, model_validator
 
 from xmlc.errors import CheckpointError
-from xmlc.files import open_regular, sync, temporary_of, write_atomic, writing
+from xmlc.files import open_regular, parse_json, sync, temporary_of, write_atomic, writing
 
 FORMAT = "xmlc-checkpoint"
 VERSION = 1
@@ -367,8 +367,8 @@ def _read_manifest(folder: Path) -> _Manifest:
     with _reading(path), open_regular(path) as stream:
         raw = stream.read()
     try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(raw)
+    except ValueError as error:
         raise CheckpointError(f"{path}: must be JSON, found: {error}; {_LOAD_ANOTHER}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(
@@ -470,8 +470,8 @@ def _names_in(path: Path, otherwise: set[str]) -> set[str]:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(min(length, 100_000_000))  # the library's own limit
     try:
-        return set(json.loads(text)) - {_RESERVED_NAME}
-    except (ValueError, TypeError, RecursionError):
+        return set(parse_json(text)) - {_RESERVED_NAME}
+    except (ValueError, TypeError):
         return otherwise
 
 

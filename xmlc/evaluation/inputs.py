@@ -13,6 +13,7 @@ from xmlc.data.reader.sparse_text import parse_features, sum_repeats
 from xmlc.data.rows import CsrRows
 from xmlc.errors import DataError
 from xmlc.evaluation.predict import Predictor
+from xmlc.files import parse_json
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -64,8 +65,8 @@ def _text(line: str, place: str) -> str:
     if not line.startswith("{"):
         return line
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(line)
+    except ValueError as error:
         raise DataError(
             f"{place}: a line that starts with {{ must be a JSON object, found: {error}; correct it"
         ) from None
@@ -95,8 +96,8 @@ def _is_unicode(text: str) -> bool:
 
 def _dense(line: str, wanted: int, place: str) -> list[float]:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse_json(line)
+    except ValueError:
         values = None
     if not isinstance(values, list) or len(values) != wanted or not all(map(_is_number, values)):
         raise DataError(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xmlc.config import Fraction, parse_toml
 from xmlc.errors import CheckpointError
+from xmlc.files import parse_json
 
 CONFIG, ENVIRONMENT, DATA, METRICS = "config.toml", "environment.json", "data.json", "metrics.jsonl"
 
@@ -167,14 +168,16 @@ def _optional(file: Path, kind: type[R]) -> R:
 
 def _parsed(where: str, kind: type[R], text: str) -> R:
     try:
-        return kind.model_validate_json(text)
+        record = kind.model_validate_json(text)
+        parse_json(text)  # refuses a key that stands twice, of which pydantic takes the last
+        return record
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"{where}: must be what a run records, found {place + ': ' if place else ''}{first['msg']}; "
-            "restore the file from a copy"
-        ) from None
+        found = f"{place + ': ' if place else ''}{first['msg']}"
+    except ValueError as error:
+        found = str(error)
+    raise CheckpointError(f"{where}: must be what a run records, found {found}; restore the file from a copy")
 
 
 def _text(file: Path) -> str:

@@ -28,7 +28,7 @@ from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation.predict import CHECKPOINTS
-from xmlc.files import sync, temporary_of, write_atomic
+from xmlc.files import parse_json, sync, temporary_of, write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     "config.toml",
@@ -137,7 +137,7 @@ class RunFolder:
                     f"where it began with {began_with!r}; start a new run to change it"
                 )
         try:
-            began = json.loads((self.path / DATA).read_text())["fingerprint"]
+            began = parse_json((self.path / DATA).read_bytes())["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path / DATA}: must say what data the run began on, found {error!r}; "
@@ -286,10 +286,10 @@ class RunFolder:
 
 def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         if type(entry["epoch"]) is int and type(entry["step"]) is int and type(entry["best"]) is bool:
             return dict(entry)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         pass
     raise CheckpointError(
         f"{where}: must be a JSON object with epoch, step and best, found {line[:60]!r}; "

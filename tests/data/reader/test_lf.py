@@ -101,6 +101,11 @@ def test_blank_lines_may_end_a_file_in_any_line_ending(write: Write, tmp_path: P
         ),
         ('{"title": "T", "target_ind": [1], "target_rel": ["a"]}', r"must be a finite number of 0 or more"),
         ('{"title": "T", "target_ind": [1]', r"must be one JSON object in one line, found .* \(Expecting"),
+        (
+            '{"title": "T", "target_ind": [1], "target_ind": [2]}',
+            r"must be one JSON object in one line, .* \(an object with the key 'target_ind' twice\); c",
+        ),
+        ('{"title": "T", "target_ind": [1], "x": {"a": 1, "a": 1}}', r"with the key 'a' twice"),
         ('["T"]', r"must be a JSON object, found"),
         ("[" * 100_000, r"must be one JSON object in one line"),
         (
@@ -118,6 +123,8 @@ def test_a_wrong_line_is_refused_by_its_number(write: Write, tmp_path: Path, lin
 def test_a_wrong_label_line_is_refused_by_its_number(write: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"lbl\.json:2: title must be a string, found '5'"):
         read(write, tmp_path, GOOD, labels='{"title": "A"}\n{"title": 5}\n')
+    with pytest.raises(DataError, match=r"lbl\.json:1: .*an object with the key 'title' twice"):
+        read(write, tmp_path, GOOD, labels='{"title": "A", "title": "B"}\n')
 
 
 @pytest.mark.parametrize("labels", ["", "\n\n"])

@@ -16,6 +16,7 @@ from xmlc.data.reader.files import Reading, decode, find, lines, require, shorte
 from xmlc.data.reader.spool import Scratch, TextSpool
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
+from xmlc.files import parse_json
 
 FILES = ("trn.json", "tst.json", "lbl.json")
 _Parsed = TypeVar("_Parsed")
@@ -124,8 +125,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     if not line:
         raise DataError(f"{where}: must hold a JSON object, found a blank line; remove it")
     try:
-        record = json.loads(decode(where, line))
-    except (ValueError, RecursionError) as error:
+        record = parse_json(decode(where, line))
+    except ValueError as error:
         raise DataError(
             f"{where}: must be one JSON object in one line, found {shorten(line)} ({error}); correct it"
         ) from None
