@@ -75,7 +75,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse one JSON value; bytes are UTF-8.
 
     Raises:
-        ValueError: It is not JSON, or an object holds a key twice: one of the values would be lost in silence.
+        ValueError: It is not JSON, or an object holds a key twice: one value would be lost in silence.
     """
     try:
         return _DECODER.decode(text.decode() if isinstance(text, bytes) else text)
