@@ -71,6 +71,11 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         yield stream
 
 
+def reason(error: OSError) -> str:
+    """Say why the system refused, and of which file; NumPy's errors of a full disk know neither."""
+    return (error.strerror or str(error)) + (f" ({error.filename})" if error.filename else "")
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse one JSON value; bytes are UTF-8.
 

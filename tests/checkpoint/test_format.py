@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from disk import PowerCut, failing_disk
+from disk import PowerCut, failing_disk, small_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
@@ -500,13 +499,11 @@ def test_a_refusal_of_the_disk_at_any_point_keeps_one_whole_checkpoint_and_no_te
 
 def test_a_really_full_disk_keeps_the_old_checkpoint_and_says_so(saved: Path) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(CheckpointError, match=r"must be writable, found: .*free space"):
-            write_checkpoint(saved, {"large": torch.zeros(100_000)}, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        small_files(100_000),
+        pytest.raises(CheckpointError, match=r"must be writable, found: .*free space"),
+    ):
+        write_checkpoint(saved, {"large": torch.zeros(100_000)}, {})
 
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from xmlc.data import open_dataset
+from xmlc.data import open_dataset, self_labels
+from xmlc.data.convert import new_file
 from xmlc.data.self_labels import write_filters
 from xmlc.errors import DataError
 
@@ -90,3 +92,20 @@ def test_features_cannot_be_compared_with_labels(write: Write) -> None:
         write_filters(write(files), "text")
     with pytest.raises(DataError, match="instances must have texts to compare, found features; use ids"):
         write_filters(write({**files, "labels.txt": "a\n"}), "text")
+
+
+def test_a_second_file_that_cannot_be_written_leaves_no_first(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one stayed, and stood in the way of the next try."""
+
+    def failing(path: Path, lines: Any) -> None:
+        if "test" in path.name:
+            raise DataError("no room")
+        new_file(path, lines)
+
+    folder = write(LF)
+    monkeypatch.setattr(self_labels, "new_file", failing)
+    with pytest.raises(DataError, match="no room"):
+        write_filters(folder, "text")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(LF)

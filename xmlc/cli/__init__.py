@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
+from io import UnsupportedOperation
 from typing import Any
 
 import click
@@ -53,7 +55,8 @@ class Group(click.Group):
 
 def _drop_output() -> None:
     """Send what is still buffered for stdout nowhere, so that Python does not fail on it at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(UnsupportedOperation):  # stdout may be no file, where another program calls
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:

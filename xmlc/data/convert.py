@@ -19,7 +19,7 @@ from xmlc.data.reader import IndexBase, Reading, read_folder
 from xmlc.data.store import scratch_folder
 from xmlc.data.writer import PARTS, Format, write_dataset
 from xmlc.errors import DataError
-from xmlc.files import replacing, sync
+from xmlc.files import reason, replacing, sync
 
 
 def convert(
@@ -119,8 +119,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
         raise DataError(
-            f"{target}: must be writable and have room, found: {error.strerror} ({error.filename}); choose "
-            "another place"
+            f"{target}: must be writable and have room, found: {reason(error)}; choose another place"
         ) from None
 
 
@@ -135,7 +134,7 @@ def new_file(path: Path, lines: Iterable[str]) -> None:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise DataError(
-            f"{path}: must be writable and have room, found: {error.strerror}; check its folder"
+            f"{path}: must be writable and have room, found: {reason(error)}; check its folder"
         ) from None
 
 

@@ -56,8 +56,13 @@ def write_filters(source: str | Path, by: By) -> dict[Path, int]:
             )
             for name, split in splits.items()
         }
-    for path, pairs in found.items():
-        new_file(path, pair_lines(pairs))
+    try:
+        for path, pairs in found.items():
+            new_file(path, pair_lines(pairs))
+    except DataError:
+        for path in found:  # one alone would be taken for all, and there was none before
+            path.unlink(missing_ok=True)
+        raise
     return {path: len(pairs.indices) for path, pairs in found.items()}
 
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from xmlc.data.dataset import Dataset, Features, Split, arrays_of, content_finge
 from xmlc.data.reader import DataWarning, read_folder, source_files
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
-from xmlc.files import sync
+from xmlc.files import reason, sync
 
 STORE_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -101,16 +101,15 @@ def scratch_folder() -> Iterator[Path]:
     """Make a folder beside the stores, where there is room for a data set; it goes with the context.
 
     Raises:
-        DataError: The cache is not writable.
+        DataError: The cache is not writable, or has no room for what the context writes there.
     """
     cache = cache_folder()
-    with ExitStack() as stack:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=cache, prefix="scratch-"))
-        except OSError as error:
-            raise _unwritable(cache, error) from None
-        yield Path(folder)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="scratch-") as folder:
+            yield Path(folder)
+    except OSError as error:  # readers and writers of other places have made theirs a DataError
+        raise _unwritable(cache, error) from None
 
 
 def open_or_build(cache: Path, name: str, key: Mapping[str, Any], build: Callable[[Path], Stored]) -> Stored:
@@ -148,8 +147,8 @@ def open_or_build(cache: Path, name: str, key: Mapping[str, Any], build: Callabl
 
 def _unwritable(cache: Path, error: OSError) -> DataError:
     return DataError(
-        f"{cache}: the cache must be writable and have room, found: {error.strerror} "
-        f"({error.filename}); set XMLC_CACHE to a folder that is"
+        f"{cache}: the cache must be writable and have room, found: {reason(error)}; set "
+        "XMLC_CACHE to a folder that is"
     )
 
 

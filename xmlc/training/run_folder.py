@@ -28,7 +28,7 @@ from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation.predict import CHECKPOINTS
-from xmlc.files import parse_json, sync, temporary_of, write_atomic
+from xmlc.files import parse_json, reason, sync, temporary_of, write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     "config.toml",
@@ -174,7 +174,7 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: the run folder must be writable: {error.strerror}; choose another --out"
+                f"{self.path}: the run folder must be writable: {reason(error)}; choose another --out"
             ) from None
         with handle:
             try:
@@ -236,7 +236,7 @@ class RunFolder:
                 sync(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path / file}: must be writable: {error.strerror}; free space, then --resume"
+                f"{self.path / file}: must be writable: {reason(error)}; free space, then --resume"
             ) from None
 
     def metrics(self) -> list[dict[str, Any]]:
