@@ -1,4 +1,4 @@
-"""Disks that refuse, at a chosen one of the changes made to them or for want of rights or room; or lose power."""
+"""Disks that refuse, at a chosen one of their changes or for want of rights or room; or that lose power."""
 
 from __future__ import annotations
 

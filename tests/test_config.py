@@ -163,7 +163,10 @@ def test_a_key_that_is_no_string_is_unknown() -> None:
         ("training.metric=F@1", ["training.metric", "nDCG", "found 'F@1'"]),
         ("training.metric=P@99999", ["training.metric", "found 'P@99999'"]),
         ("text.word_ngrams=[1]", ["text.word_ngrams:", "found [1]"]),
-        ("text.word_ngrams=[2, 1]", ["text", "word_ngrams", "low <= high", "found [2, 1]"]),
+        (
+            "text.word_ngrams=[2, 1]",
+            ["text", "word_ngrams must be [low, high] with 1 <= low <= high, found [2, 1]"],
+        ),
         ("text.character_ngrams=[0, 2]", ["text", "character_ngrams", "found [0, 2]"]),
         ("training.seed=true", ["training.seed", "integer", "found True"]),
         ("training.epochs=2.0", ["training.epochs", "integer", "found 2.0"]),
@@ -174,6 +177,10 @@ def test_a_key_that_is_no_string_is_unknown() -> None:
         ("model.width=64\nb=2", ["model.width", "integer"]),
         ("model=3", ["model must be a table of settings, found 3"]),
         ("model.fan_in.x=3", ["model.fan_in", "integer", "{'x': 3}"]),
+        (
+            "model={output='dense', direct_fan_in=4}",
+            ["model.direct_fan_in needs output = sparse, found dense"],
+        ),
         ("dense_optimizer.kind=label_adam", ["dense_optimizer.kind", "found label_adam"]),
     ],
 )

@@ -70,4 +70,6 @@ def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None
         "from xmlc.errors import NativeError\n"
         "try:\n    import xmlc.native\nexcept NativeError as error:\n    print(error)"
     )
-    assert "is the source, which hides an installed package" in python(code)
+    found = python(code)
+    assert found.startswith("native: the CPU kernels must be built and importable, found: ")
+    assert "is the source, which hides an installed package" in found

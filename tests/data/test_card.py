@@ -150,7 +150,11 @@ def test_a_file_with_another_checksum_is_refused(write: Write, cache: Path) -> N
     [
         ('title = "Own data"', "", "title: Field required"),
         ('title = "Own data"', 'titel = "Own data"', "title: Field required|titel: Extra inputs"),
-        ('title = "Own data"', 'title = "x"\nmore = 1', "more: Extra inputs are not permitted, found 1"),
+        (
+            'title = "Own data"',
+            'title = "x"\nmore = 1',
+            "more: Extra inputs are not permitted, found 1; correct the card",
+        ),
         ("labels = 3", "labels = 0", "counts.labels: Input should be greater than or equal to 1, found 0"),
         (
             'kind = "sparse"',

@@ -130,7 +130,7 @@ def test_what_a_format_cannot_hold_is_refused_or_left_out_by_name(tmp_path: Path
     assert open_dataset(tmp_path / "lf").kind == "text"
     with pytest.raises(DataError, match="must keep features or texts, found neither"):
         convert(source, tmp_path / "none", "npz", without=["features", "texts"])
-    with pytest.raises(DataError, match="lf needs label_names, found none"):
+    with pytest.raises(DataError, match="lf needs label_names, found none; choose another format"):
         convert(source, tmp_path / "none", "lf", without=["features", "label_names", "label_texts"])
     with pytest.raises(DataError, match=r"parts must be of features, .* found feature"):
         convert(source, tmp_path / "none", "npz", without=["feature"])

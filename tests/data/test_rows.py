@@ -62,6 +62,12 @@ def test_from_scipy_refuses_indices_out_of_range() -> None:
         CsrRows.from_scipy(matrix, "m")
 
 
+def test_from_scipy_refuses_more_columns_than_an_index_can_name() -> None:
+    matrix = scipy.sparse.csr_array((2, 2**31))
+    with pytest.raises(DataError, match=r"m: must have at most 2\^31 - 1 columns, found 2147483648"):
+        CsrRows.from_scipy(matrix, "m")
+
+
 def test_unit_length_scales_filled_rows_and_leaves_empty_ones() -> None:
     rows = CsrRows(np.array([0, 2, 2, 3]), np.array([0, 1, 0], np.int32), np.array([3, 4, 0], np.float32), 2)
     np.testing.assert_allclose(

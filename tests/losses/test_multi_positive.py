@@ -180,6 +180,10 @@ def test_no_tensor_of_queries_by_keys_exists(kind: Any, layout: Any) -> None:
         ({"positives": [[0.5]] * 7}, "row 0 must be a list of integers"),
         ({"queries": torch.full((7, 5), math.nan, dtype=torch.float64)}, "queries must be finite"),
         ({"queries": torch.zeros(7, 4, dtype=torch.float64)}, "the same d"),
+        (
+            {"queries": torch.zeros(7, 5, dtype=torch.int64)},
+            r"queries must be floating-point \[.*, d\], found",
+        ),
         ({"queries": torch.zeros(0, 5, dtype=torch.float64), "positives": []}, "must not be empty"),
     ],
 )
@@ -204,3 +208,9 @@ def test_unknown_settings_are_refused(settings: dict[str, Any], message: str) ->
         multi_positive_loss(queries, keys, lists(positive), **settings)
     with pytest.raises(ConfigError, match=message):
         MultiPositive(**settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="MultiPositive: temperature must be positive, found"):
+        MultiPositive(temperature=temperature)

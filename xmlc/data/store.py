@@ -24,7 +24,7 @@ from xmlc.data.dataset import Dataset, Features, Split, arrays_of, content_finge
 from xmlc.data.reader import DataWarning, read_folder, source_files
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
-from xmlc.files import reason, sync
+from xmlc.files import parse_json, reason, sync
 
 STORE_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -215,21 +215,21 @@ def _write(folder: Path, wanted: dict[str, Any], build: Callable[[Path], Stored]
 def _load(folder: Path, wanted: Mapping[str, Any]) -> Stored | None:
     """Map a store; None where it is absent, stale, of another version, or not what its manifest says."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / _MANIFEST).read_bytes())
         if any(manifest[part] != value for part, value in wanted.items()):
             return None
         arrays = {name: _map(folder / entry["file"], entry) for name, entry in manifest["arrays"].items()}
         return Stored(arrays, manifest["facts"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError):
         return None
 
 
 def _map(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     if _stamp(path) != entry["stamp"]:
-        raise ValueError(f"{path} has changed since it was stored")
+        raise ValueError(path)  # it has changed since it was stored
     array = np.load(path, mmap_mode="r" if entry["shape"][0] else None, allow_pickle=False)
     if array.dtype.str != entry["dtype"] or list(array.shape) != entry["shape"]:
-        raise ValueError(f"{path} is not what the manifest says")
+        raise ValueError(path)
     return np.asarray(array)  # a plain view: np.memmap makes every slice slow
 
 

@@ -205,27 +205,27 @@ PARTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "found"),
     [
-        {"format": np.array(3)},
-        {"format": np.array([b"csr", b"csr"])},
-        {"shape": np.array([3.0, 3.0])},
-        {"shape": np.array([10**13, 3])},
-        {"indices": np.array([0.0, 1.5])},
-        {"indptr": np.array([0.0, 1, 1, 2])},
-        {"data": np.ones((2, 2))},
+        ({"format": np.array(3)}, ""),
+        ({"format": np.array([b"csr", b"csr"])}, ""),
+        ({"shape": np.array([3.0, 3.0])}, ""),
+        ({"shape": np.array([10**13, 3])}, ""),
+        ({"indices": np.array([0.0, 1.5])}, ".*found: indices of dtype float64, not of integers"),
+        ({"indptr": np.array([0.0, 1, 1, 2])}, ".*found: indptr of dtype float64, not of integers"),
+        ({"data": np.ones((2, 2))}, ""),
     ],
     ids=str,
 )
 def test_a_sparse_file_of_other_arrays_is_refused(
-    write: Write, tmp_path: Path, change: dict[str, Any]
+    write: Write, tmp_path: Path, change: dict[str, Any], found: str
 ) -> None:
     """They once ended in an AttributeError or TypeError; of float indices, the fractions were cut off."""
     folder = write({"trn_X_Y.txt": TEXT["trn_X_Y.txt"]})
     np.savez(folder / "trn_X_Xf.npz", **PARTS)
     assert read_folder(folder, tmp_path).feature_count == 3
     np.savez(folder / "trn_X_Xf.npz", **{**PARTS, **change})
-    with pytest.raises(DataError, match=r"trn_X_Xf\.npz: must be a "):
+    with pytest.raises(DataError, match=rf"trn_X_Xf\.npz: must be a {found}"):
         read_folder(folder, tmp_path)
 
 
