@@ -127,7 +127,7 @@ def _surprises(folder: Path, dataset: Dataset | None, noting: _Noting) -> Iterat
     card = cards.card_of(folder)
     for difference in [] if card is None else cards.disagreements(card, dataset):
         yield f"{folder}: counts should be those of the card, found {difference}"
-    splits = [dataset.train] + ([] if dataset.test is None else [dataset.test])
+    splits = dataset.splits.values()
     columns = [split.labels for split in splits]
     columns += [split.features for split in splits if isinstance(split.features, CsrRows)]
     if noting.base == IndexBase() and len(columns) > len(splits) and not any(map(_has_first, columns)):

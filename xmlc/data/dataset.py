@@ -66,6 +66,11 @@ class Dataset:
     warnings: tuple[str, ...] = ()
     """What was repaired while reading."""
 
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that there are, by name: ``train`` and, after it, ``test``."""
+        return {"train": self.train} | ({} if self.test is None else {"test": self.test})
+
     @classmethod
     def from_arrays(
         cls,
@@ -196,7 +201,8 @@ def disagreements(dataset: Dataset) -> Iterator[str]:
             f"{where}: training must hold at least one instance and one label, found "
             f"{dataset.train.instances} instances and {dataset.label_count} labels; add data"
         )
-    for split_name, split in _splits(dataset):
+    for name, split in dataset.splits.items():
+        split_name = {"train": "training"}.get(name, name)
         for part in ("features", "texts", "filter_pairs"):
             column = getattr(split, part)
             rows = split.instances if column is None else row_count(column)
@@ -256,10 +262,6 @@ def content_fingerprint(dataset: Dataset) -> str:
         for first in range(0, len(array), step := _rows_per_block(array)):
             digest.update(array[first : first + step].tobytes())
     return digest.hexdigest()
-
-
-def _splits(dataset: Dataset) -> list[tuple[str, Split]]:
-    return [("training", dataset.train)] + ([] if dataset.test is None else [("test", dataset.test)])
 
 
 def _rows_per_block(array: NDArray[Any]) -> int:

@@ -48,13 +48,12 @@ def write_filters(source: str | Path, by: By) -> dict[Path, int]:
         )
     with scratch_folder() as scratch_path, Scratch(scratch_path) as scratch:
         dataset = read_folder(folder, scratch_path)
-        splits = {"train": dataset.train} | ({} if dataset.test is None else {"test": dataset.test})
         labels = list(_label_keys(folder, dataset, by, scratch))
         found = {
             folder / f"filter_labels_{name}.txt": self_pairs(
                 _instance_keys(folder, name, split, by, scratch), labels
             )
-            for name, split in splits.items()
+            for name, split in dataset.splits.items()
         }
     try:
         for path, pairs in found.items():

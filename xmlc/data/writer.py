@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
 
-from xmlc.data.dataset import Dataset, Features, Split
+from xmlc.data.dataset import Dataset, Features
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
 
@@ -46,7 +46,7 @@ def write_dataset(dataset: Dataset, folder: Path, layout: Format) -> None:
     """
     _check_holds(dataset, layout)
     _WRITERS[layout](dataset, folder)
-    for name, split in _splits(dataset):
+    for name, split in dataset.splits.items():
         if split.filter_pairs is not None:
             _write_lines(folder / f"filter_labels_{name}.txt", pair_lines(split.filter_pairs))
 
@@ -58,14 +58,10 @@ def pair_lines(pairs: CsrRows) -> Iterator[str]:
             yield f"{row} {label}"
 
 
-def _splits(dataset: Dataset) -> list[tuple[str, Split]]:
-    return [("train", dataset.train)] + ([] if dataset.test is None else [("test", dataset.test)])
-
-
 def _check_holds(dataset: Dataset, layout: Format) -> None:
     present = {part for part in _PARTS if getattr(dataset, part) is not None}
     present |= {
-        part for _, split in _splits(dataset) for part in _SPLIT_PARTS if getattr(split, part) is not None
+        part for split in dataset.splits.values() for part in _SPLIT_PARTS if getattr(split, part) is not None
     }
     lost = [part for part in PARTS if part in present - _HOLDS[layout]]
     if lost:
@@ -99,7 +95,7 @@ def _without(parts: Iterable[str]) -> str:
 
 
 def _write_xmc(dataset: Dataset, folder: Path) -> None:
-    for name, split in _splits(dataset):
+    for name, split in dataset.splits.items():
         assert isinstance(split.features, CsrRows), "checked before"
         labels = _row_texts(split.labels)
         header = f"{split.instances} {dataset.feature_count} {dataset.label_count}"
@@ -133,7 +129,7 @@ def _write_npz(dataset: Dataset, folder: Path) -> None:
 
 
 def _write_parts(dataset: Dataset, folder: Path, write: Callable[[str, Features], None]) -> None:
-    for name, split in _splits(dataset):
+    for name, split in dataset.splits.items():
         prefix = {"train": "trn", "test": "tst"}[name]
         write(f"{prefix}_X_Y", split.labels)
         if split.features is not None:
@@ -150,7 +146,7 @@ def _write_parts(dataset: Dataset, folder: Path, write: Callable[[str, Features]
 
 
 def _write_lf(dataset: Dataset, folder: Path) -> None:
-    for name, split in _splits(dataset):
+    for name, split in dataset.splits.items():
         assert split.texts is not None, "checked before"
         offsets, indices = split.labels.offsets.tolist(), split.labels.indices
         _write_lines(
