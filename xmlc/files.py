@@ -88,6 +88,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("values nested too deeply") from None
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a string has no lone surrogate, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object of its keys and values."""
     found = dict(pairs)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from xmlc.data import Dataset, IndexBase, find_card, open_dataset
 from xmlc.data import convert as convert_module
 from xmlc.data.convert import convert, new_folder
 from xmlc.data.dataset import content_fingerprint
-from xmlc.data.reader import read_folder
+from xmlc.data.reader import DataWarning, read_folder
 from xmlc.data.rows import CsrRows
 from xmlc.data.writer import FORMATS, PARTS, decimals, write_dataset
 from xmlc.errors import DataError
@@ -86,9 +90,53 @@ def test_sparse_data_survive_every_way(write: Write, tmp_path: Path, first: Any,
 @pytest.mark.parametrize("between", ["matrix", "npz", "lf"])
 def test_texts_survive_every_way(write: Write, tmp_path: Path, between: Any) -> None:
     source = write(TEXT)
-    convert(source, tmp_path / "one", between)
+    with nullcontext() if between == "lf" else unkept("border between title and content (2 times)"):
+        convert(source, tmp_path / "one", between)
     convert(tmp_path / "one", tmp_path / "two", "lf")
     assert open_dataset(tmp_path / "two").fingerprint == open_dataset(source).fingerprint
+
+
+def unkept(what: str) -> Any:
+    return pytest.warns(DataWarning, match=re.escape(f"one: not kept from the source: {what}") + "$")
+
+
+def test_lf_keeps_every_line_but_for_the_labels(write: Write, tmp_path: Path) -> None:
+    """The uid was lost, and title and content were joined to a title."""
+    lines = [
+        {"uid": "7", "title": "T", "content": "a b", "target_ind": [0, 1], "x": {"\ud800": 1.50}},
+        {"title": "", "target_ind": [], "content": "c"},
+    ]
+    labels = [{"title": "A", "uid": "ä", "content": ""}, {"title": "", "content": "B"}]
+    files = {"trn.json": lines, "tst.json": lines[1:], "lbl.json": labels}
+    source = write({name: "".join(json.dumps(line) + "\n" for line in each) for name, each in files.items()})
+    convert(source, tmp_path / "one", "lf")
+    for name, expected in files.items():
+        found = (tmp_path / "one" / name).read_text().splitlines()
+        assert list(map(json.loads, found)) == expected
+    convert(source, tmp_path / "short", "lf", without=["label_texts"])
+    assert (tmp_path / "short" / "lbl.json").read_text() == '{"title": "A"}\n{"title": ""}\n'
+
+
+def test_what_other_formats_do_not_keep_is_counted(write: Write, tmp_path: Path) -> None:
+    text = (
+        '{"uid": "u", "title": "T", "content": "c", "target_ind": [0, 1], "target_rel": [0.5, 1], "x": 1}\n'
+    )
+    source = write({"trn.json": text * 3, "lbl.json": '{"uid": "u", "title": "A"}\n' * 2})
+    graded = "relevance of a label other than 0 and 1 (3 times)"
+    title = "border between title and content (3 times)"
+    with unkept(f"{title}, key unknown to xmlc (3 times), {graded}, uid (5 times)"):
+        convert(source, tmp_path / "one", "matrix")
+    shutil.rmtree(tmp_path / "one")
+    with unkept(graded):
+        convert(source, tmp_path / "one", "lf")
+    shutil.rmtree(tmp_path / "one")
+    for name, content in (("trn_X_Y.txt", "2 2\n0:1 1:0.5\n1:0\n"), ("trn_X_Y.npz", None)):
+        folder = write({"trn_X_Xf.txt": "2 1\n0:1\n\n"} | ({name: content} if content else {}), name)
+        if content is None:
+            scipy.sparse.save_npz(folder / name, scipy.sparse.csr_array([[2.0, 1.0], [0.0, 0.0]]))
+        with unkept("relevance of a label other than 0 and 1 (1 times)"):
+            convert(folder, tmp_path / "one", "npz")
+        shutil.rmtree(tmp_path / "one")
 
 
 def test_any_text_fits_into_lf(write: Write, tmp_path: Path) -> None:
@@ -147,7 +195,12 @@ def test_dense_features_need_npz(tmp_path: Path, write: Write) -> None:
 
 @pytest.mark.parametrize("layout", ["matrix", "npz", "lf"])
 def test_the_card_comes_along(tmp_path: Path, layout: Any) -> None:
-    convert("wordnet-mini", tmp_path / "made", layout)
+    with (
+        nullcontext()
+        if layout == "lf"
+        else pytest.warns(DataWarning, match=r"border .*, uid \([0-9]+ times\)")
+    ):
+        convert("wordnet-mini", tmp_path / "made", layout)
     made, known = open_dataset(tmp_path / "made"), open_dataset("wordnet-mini")
     assert made.fingerprint == known.fingerprint
     assert (made.name, made.propensity_a) == (known.name, find_card("wordnet-mini").propensity_a)
@@ -226,8 +279,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, write: Write, monkeypatch: p
 def test_what_does_not_read_back_is_not_kept(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(dataset: Dataset, folder: Path, layout: Any) -> None:
-        write_dataset(dataset, folder, layout)
+    def wrong(dataset: Dataset, folder: Path, layout: Any, records: Any) -> None:
+        write_dataset(dataset, folder, layout, records)
         text = (folder / "train.txt").read_text()
         (folder / "train.txt").write_text(text.replace("1.6777216e+07", "16777218"))
 

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xmlc.data import Dataset, Split, open_dataset
+from xmlc.data.reader import DataWarning
 from xmlc.data.rows import CsrRows
+from xmlc.data.self_labels import write_filters
 from xmlc.data.split import _units, split_dataset, stratified
 from xmlc.errors import DataError
 
@@ -120,6 +122,29 @@ def test_instances_of_one_group_or_of_one_content_stay_together(write: Write, tm
         split_dataset(source, made, fraction=0.4, seed=seed, groups=tmp_path / "groups", identical=True)
         test = set(lines(made / "test_rows.txt"))
         assert len({row in test for row in (0, 3, 4)}) == 1  # 0 and 3 by group, 0 and 4 by features
+
+
+def test_lines_of_lf_keep_all_that_they_say(tmp_path: Path, write: Write) -> None:
+    """The uid was lost, so that `xmlc data filter --by uid` had nothing to go by."""
+
+    def uids(name: str, rows: range) -> str:
+        return "".join(
+            json.dumps({"uid": f"{name}{row}", "title": "t", "target_ind": [0]}) + "\n" for row in rows
+        )
+
+    labels = '{"uid": "b1", "title": "A", "content": "c"}\n'
+    source = write({"trn.json": uids("a", range(4)), "tst.json": uids("b", range(6)), "lbl.json": labels})
+    split_dataset(source, tmp_path / "made", fraction=0.4, seed=3, pool=True)
+    known = [f"a{row}" for row in range(4)] + [f"b{row}" for row in range(6)]
+    for file, rows in (("trn.json", "train_rows.txt"), ("tst.json", "test_rows.txt")):
+        found = [json.loads(line)["uid"] for line in (tmp_path / "made" / file).read_text().splitlines()]
+        assert found == [known[row] for row in lines(tmp_path / "made" / rows)]
+    assert json.loads((tmp_path / "made" / "lbl.json").read_text()) == json.loads(labels)
+    assert sum(write_filters(tmp_path / "made", "uid").values()) == 1
+    with pytest.warns(
+        DataWarning, match=r"not kept from the source: border .* \(1 times\), uid \(11 times\)"
+    ):
+        split_dataset(source, tmp_path / "npz", fraction=0.4, seed=3, pool=True, layout="npz")
 
 
 def test_texts_and_dense_features_are_split(tmp_path: Path, write: Write) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,9 +16,10 @@ import tomli_w
 
 from xmlc.data import card as cards
 from xmlc.data.dataset import Dataset, content_fingerprint
-from xmlc.data.reader import IndexBase, Reading, read_folder
+from xmlc.data.reader import DataWarning, IndexBase, Reading, layout_of, lf, read_folder
+from xmlc.data.reader.files import GRADED, find
 from xmlc.data.store import scratch_folder
-from xmlc.data.writer import PARTS, Format, write_dataset
+from xmlc.data.writer import LF_FILES, PARTS, Format, Records, write_dataset
 from xmlc.errors import DataError
 from xmlc.files import reason, replacing, sync
 
@@ -30,6 +32,8 @@ def convert(
     without: Sequence[str] = (),
 ) -> Dataset:
     """Write a data set in another layout; what is read from it has the same fingerprint.
+
+    From LF raw text to LF raw text every line keeps its ``uid``, its title and content, and all other keys.
 
     Args:
         source: A folder, or the name of a known data set.
@@ -45,18 +49,26 @@ def convert(
     Raises:
         DataError: The source is malformed, the layout cannot hold it, or the target is there already or
             cannot be written; then nothing stays behind.
+
+    Warns:
+        DataWarning: The source's files say more than a data set holds; it counts what is not written.
     """
     with scratch_folder() as scratch:
         folder = cards.locate(source)
-        dataset, card = read_source(folder, scratch, base or IndexBase())
+        reading = Reading(base=base or IndexBase())
+        dataset, card = read_source(folder, scratch, reading)
         dataset = _leave_out(dataset, without)
+        records = source_records(folder, layout)
+        if "label_texts" in without:
+            records.pop("labels", None)
         if layout == "lf" and dataset.label_texts is None:  # as it will be read
             dataset = replace(dataset, label_texts=dataset.label_names)
-        write_folder(dataset, card, target, layout, scratch)
+        write_folder(dataset, card, target, layout, scratch, records)
+        warn_of_unheld(target, reading, records)
         return dataset
 
 
-def read_source(folder: Path, scratch: Path, base: IndexBase) -> tuple[Dataset, cards.Card | None]:
+def read_source(folder: Path, scratch: Path, reading: Reading) -> tuple[Dataset, cards.Card | None]:
     """Read a folder anew, without a store, and its card.
 
     Raises:
@@ -65,7 +77,29 @@ def read_source(folder: Path, scratch: Path, base: IndexBase) -> tuple[Dataset, 
     card = cards.card_of(folder)
     if card is not None and (folder / cards.CARD_NAME).is_file():
         cards.check_files(card, folder)
-    return read_folder(folder, scratch, Reading(base=base)), card
+    return read_folder(folder, scratch, reading), card
+
+
+def source_records(folder: Path, layout: Format) -> dict[str, Iterator[dict[str, Any]]]:
+    """Return what lines of LF raw text say beside labels, for `write_dataset`; nothing for other layouts.
+
+    Raises:
+        DataError: From an iterator: a line is no JSON object.
+    """
+    if layout != "lf" or layout_of(folder) != "lf":
+        return {}
+    paths = {part: find(folder, name) for part, name in LF_FILES.items()}
+    return {part: lf.read_records(path) for part, path in paths.items() if path is not None}
+
+
+def warn_of_unheld(target: Path, reading: Reading, records: Records) -> None:
+    """Warn of what the source's files say and the new ones do not."""
+    lost = {
+        what: count for what, count in reading.unheld.items() if count and (what == GRADED or not records)
+    }
+    if lost:
+        told = ", ".join(f"{what} ({count} times)" for what, count in sorted(lost.items()))
+        warnings.warn(f"{target}: not kept from the source: {told}", DataWarning, stacklevel=3)
 
 
 def write_folder(
@@ -74,6 +108,7 @@ def write_folder(
     target: Path,
     layout: Format,
     scratch: Path,
+    records: Records = MappingProxyType({}),
     extra: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a data set, its card if it has one, and extra files as a new folder, and read it back.
@@ -82,7 +117,7 @@ def write_folder(
         DataError: As `convert`.
     """
     with new_folder(target) as fresh:
-        write_dataset(dataset, fresh, layout)
+        write_dataset(dataset, fresh, layout, records)
         if card is not None:
             _write_card(card, dataset, fresh)
         for name, text in extra.items():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
 
 from xmlc.data import card as cards
-from xmlc.data.convert import read_source, write_folder
+from xmlc.data.convert import read_source, source_records, warn_of_unheld, write_folder
 from xmlc.data.dataset import Dataset, Split
 from xmlc.data.describe import row_bytes
 from xmlc.data.reader import Reading, layout_of
@@ -21,7 +23,7 @@ from xmlc.data.reader.spool import Scratch
 from xmlc.data.reader.texts import read_texts
 from xmlc.data.rows import CsrRows, Int64, TextColumn, concatenate_rows
 from xmlc.data.store import scratch_folder
-from xmlc.data.writer import Format
+from xmlc.data.writer import Format, Records
 from xmlc.errors import DataError
 
 _ROWS = ("train_rows.txt", "test_rows.txt")
@@ -61,7 +63,8 @@ def split_dataset(
         raise DataError(f"split: the fraction must be above 0 and below 1, found {fraction}; correct it")
     with scratch_folder() as scratch_path, Scratch(scratch_path) as scratch:
         folder = cards.locate(source)
-        dataset, card = read_source(folder, scratch_path, Reading().base)
+        reading = Reading()
+        dataset, card = read_source(folder, scratch_path, reading)
         if dataset.test is not None and not pool:
             raise DataError(
                 f"{folder}: must have no test split yet, found one of {dataset.test.instances} instances; "
@@ -84,7 +87,10 @@ def split_dataset(
         extra = {
             name: "".join(f"{row}\n" for row in part.tolist()) for name, part in zip(_ROWS, rows, strict=True)
         }
-        write_folder(made, card, target, layout or _layout(folder, dataset), scratch_path, extra)
+        written = layout or _layout(folder, dataset)
+        records = _split_records(folder, written, in_test)
+        write_folder(made, card, target, written, scratch_path, records, extra)
+        warn_of_unheld(target, reading, records)
         return made
 
 
@@ -219,6 +225,19 @@ def _pairs(split: Split) -> CsrRows:
     if split.filter_pairs is not None:
         return split.filter_pairs
     return CsrRows(np.zeros(split.instances + 1, np.int64), np.empty(0, np.int32), None, split.labels.columns)
+
+
+def _split_records(folder: Path, layout: Format, in_test: NDArray[np.bool_]) -> Records:
+    """Return `source_records` of either side, and of the labels."""
+    records = source_records(folder, layout)
+    if not records:
+        return records
+
+    def side(chosen: NDArray[np.bool_]) -> Iterator[Mapping[str, Any]]:
+        found = source_records(folder, layout)
+        return compress(chain(found["train"], found.get("test", ())), chosen)
+
+    return {"train": side(~in_test), "test": side(in_test), "labels": records["labels"]}
 
 
 def _take(split: Split, rows: Int64) -> Split:

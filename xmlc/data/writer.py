@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from xmlc.data.dataset import Dataset, Features
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
+from xmlc.files import is_unicode
 
 Format = Literal["xmc", "matrix", "npz", "lf"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -32,20 +34,30 @@ _HOLDS: dict[Format, frozenset[str]] = {
 }
 PARTS = (*_SPLIT_PARTS, *_PARTS)
 
+LF_FILES = {"train": "trn.json", "test": "tst.json", "labels": "lbl.json"}
+Records = Mapping[str, Iterable[Mapping[str, Any]]]
 
-def write_dataset(dataset: Dataset, folder: Path, layout: Format) -> None:
+
+def write_dataset(
+    dataset: Dataset, folder: Path, layout: Format, records: Records = MappingProxyType({})
+) -> None:
     """Write every part of a data set into an empty folder.
 
     Args:
         dataset: What to write.
         folder: Takes the files.
         layout: ``xmc`` text, ``matrix`` text, ``npz`` (with ``.npy`` for dense features), or ``lf`` raw text.
+        records: For ``lf``: what the lines of ``train``, ``test`` and ``labels`` say beside labels, where
+            they come from LF raw text; otherwise title and content are made of the texts.
 
     Raises:
         DataError: The layout cannot hold a part of the data set, or a text of it.
     """
     _check_holds(dataset, layout)
-    _WRITERS[layout](dataset, folder)
+    if layout == "lf":
+        _write_lf(dataset, folder, records)
+    else:
+        _WRITERS[layout](dataset, folder)
     for name, split in dataset.splits.items():
         if split.filter_pairs is not None:
             _write_lines(folder / f"filter_labels_{name}.txt", pair_lines(split.filter_pairs))
@@ -145,26 +157,25 @@ def _write_parts(dataset: Dataset, folder: Path, write: Callable[[str, Features]
 # ---- LF raw text ------------------------------------------------------------------------------------------
 
 
-def _write_lf(dataset: Dataset, folder: Path) -> None:
+def _write_lf(dataset: Dataset, folder: Path, records: Records) -> None:
     for name, split in dataset.splits.items():
         assert split.texts is not None, "checked before"
         offsets, indices = split.labels.offsets.tolist(), split.labels.indices
+        lines = records.get(name) or ({"title": text} for text in split.texts)
         _write_lines(
-            folder / {"train": "trn.json", "test": "tst.json"}[name],
+            folder / LF_FILES[name],
             (
-                _json({"title": text, "target_ind": indices[start:end].tolist()})
-                for text, (start, end) in zip(split.texts, pairwise(offsets), strict=True)
+                _json({**line, "target_ind": indices[start:end].tolist()})
+                for line, (start, end) in zip(lines, pairwise(offsets), strict=True)
             ),
         )
     assert dataset.label_names is not None, "checked before"
     texts = dataset.label_names if dataset.label_texts is None else dataset.label_texts
-    _write_lines(
-        folder / "lbl.json",
-        (
-            _json({"title": name, **_content(name, text, f"{dataset.name}: label {label}")})
-            for label, (name, text) in enumerate(zip(dataset.label_names, texts, strict=True))
-        ),
+    lines = records.get("labels") or (
+        {"title": name, **_content(name, text, f"{dataset.name}: label {label}")}
+        for label, (name, text) in enumerate(zip(dataset.label_names, texts, strict=True))
     )
+    _write_lines(folder / LF_FILES["labels"], map(_json, lines))
 
 
 def _content(name: str, text: str, where: str) -> dict[str, str]:
@@ -181,8 +192,9 @@ def _content(name: str, text: str, where: str) -> dict[str, str]:
     )
 
 
-def _json(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False)
+def _json(record: Mapping[str, Any]) -> str:
+    text = json.dumps(record, ensure_ascii=False)
+    return text if is_unicode(text) else json.dumps(record)  # a lone surrogate in what xmlc does not read
 
 
 # ---- lines ------------------------------------------------------------------------------------------------
@@ -241,5 +253,4 @@ _WRITERS: dict[Format, Callable[[Dataset, Path], None]] = {
     "xmc": _write_xmc,
     "matrix": _write_matrix,
     "npz": _write_npz,
-    "lf": _write_lf,
 }

@@ -13,7 +13,7 @@ from xmlc.data.reader.sparse_text import parse_features, sum_repeats
 from xmlc.data.rows import CsrRows
 from xmlc.errors import DataError
 from xmlc.evaluation.predict import Predictor
-from xmlc.files import parse_json
+from xmlc.files import is_unicode, parse_json
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -77,21 +77,12 @@ def _text(line: str, place: str) -> str:
             f"{', '.join(fields) or 'no key'}; add one"
         )
     for name, part in parts.items():
-        if not isinstance(part, str) or not _is_unicode(part):
+        if not isinstance(part, str) or not is_unicode(part):
             raise DataError(
                 f"{place}: {name} must be a string of valid Unicode, found {json.dumps(part)[:60]}; "
                 "correct it"
             )
     return " ".join(part for part in parts.values() if part)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogate, which JSON can spell."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _dense(line: str, wanted: int, place: str) -> list[float]:

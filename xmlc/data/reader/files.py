@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from xmlc.errors import DataError
 
+GRADED = "relevance of a label other than 0 and 1"
 _BLOCK_BYTES = 1 << 19  # what is made of a block stays in the second-level cache
 _LONGEST_LINE_BYTES = 1 << 28
 _NEWLINE = ord("\n")
@@ -57,6 +59,8 @@ class Reading:
     features: int = 0
     labels: int = 0
     pairs: int = 0
+    unheld: Counter[str] = field(default_factory=Counter)
+    """What lines say that a data set does not hold, and how often: harmless until they are written anew."""
 
     def refuse(self, error: DataError) -> None:
         """Raise what is wrong with one line or row; a check notes it instead, and reads it as empty."""

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from xmlc.data.dataset import Dataset, Split
-from xmlc.data.reader.files import Reading, decode, find, lines, require, shorten
+from xmlc.data.reader.files import GRADED, Reading, decode, find, lines, require, shorten
 from xmlc.data.reader.spool import Scratch, TextSpool
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
 from xmlc.files import parse_json
 
 FILES = ("trn.json", "tst.json", "lbl.json")
+_KNOWN = {"uid", "title", "content", "target_ind", "target_rel"}
 _Parsed = TypeVar("_Parsed")
 
 
@@ -52,7 +53,12 @@ def read_labels(path: Path, scratch: Scratch, reading: Reading) -> tuple[TextCol
         DataError: The file is empty, or a line malformed.
     """
     names, texts = TextSpool(scratch), TextSpool(scratch)
-    for title, content in _parsed(path, _parse_text, ("", ""), reading):
+
+    def parse(record: dict[str, Any], where: str) -> tuple[str, str]:
+        _count_unheld(record, reading)
+        return _parse_text(record, where)
+
+    for title, content in _parsed(path, parse, ("", ""), reading):
         names.append(title)
         texts.append(_join(title, content))
     columns = names.finish(), texts.finish()
@@ -69,7 +75,8 @@ def read_split(path: Path, label_count: int, scratch: Scratch, reading: Reading)
     """
 
     def parse(record: dict[str, Any], where: str) -> tuple[str, list[int]]:
-        found = _labels(record, label_count, reading.base.labels, where)
+        found = _labels(record, label_count, reading, where)
+        _count_unheld(record, reading)
         return _join(*_parse_text(record, where)), found
 
     texts = TextSpool(scratch)
@@ -86,6 +93,19 @@ def read_split(path: Path, label_count: int, scratch: Scratch, reading: Reading)
     return Split(labels, texts=texts.finish())
 
 
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what every line says, but for the labels.
+
+    Raises:
+        DataError: A line is no JSON object.
+    """
+
+    def parse(record: dict[str, Any], where: str) -> dict[str, Any]:
+        return {key: value for key, value in record.items() if not key.startswith("target_")}
+
+    return _parsed(path, parse, {}, Reading())
+
+
 def read_uids(path: Path) -> list[str]:
     """Return the ``uid`` of every line.
 
@@ -93,6 +113,12 @@ def read_uids(path: Path) -> list[str]:
         DataError: A line is malformed, or holds no uid.
     """
     return list(_parsed(path, lambda record, where: _string(record, "uid", where), "", Reading()))
+
+
+def _count_unheld(record: dict[str, Any], reading: Reading) -> None:
+    reading.unheld["border between title and content"] += bool(record.get("title") and record.get("content"))
+    reading.unheld["uid"] += "uid" in record
+    reading.unheld["key unknown to xmlc"] += len(record.keys() - _KNOWN)
 
 
 def _parsed(
@@ -159,8 +185,9 @@ def _join(title: str, content: str) -> str:
     return f"{title} {content}" if title and content else title or content
 
 
-def _labels(record: dict[str, Any], label_count: int, first: int, where: str) -> list[int]:
-    """Return the labels of one instance, those with relevance 0 left out; the file counts from ``first``."""
+def _labels(record: dict[str, Any], label_count: int, reading: Reading, where: str) -> list[int]:
+    """Return the labels of one instance, those with relevance 0 left out."""
+    first = reading.base.labels
     labels = record.get("target_ind")
     if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         found = "no such key" if "target_ind" not in record else shorten(json.dumps(labels))
@@ -189,4 +216,5 @@ def _labels(record: dict[str, Any], label_count: int, first: int, where: str) ->
                 f"{where}: the relevance of a label must be a finite number of 0 or more, found "
                 f"{shorten(json.dumps(value))}; correct the line"
             )
+    reading.unheld[GRADED] += sum(value not in (0, 1) for value in relevance)
     return [label for label, value in zip(labels, relevance, strict=True) if value > 0]

@@ -21,7 +21,7 @@ from xmlc.data.dataset import (
     label_rows,
     negative_label,
 )
-from xmlc.data.reader.files import Reading, find
+from xmlc.data.reader.files import GRADED, Reading, find
 from xmlc.data.reader.sparse_text import Layout, read_header, read_rows
 from xmlc.data.reader.spool import Scratch
 from xmlc.data.reader.texts import find_texts
@@ -96,6 +96,7 @@ def read_labels(path: Path, scratch: Scratch, reading: Reading) -> CsrRows:
     if path.suffix == ".npz":
         matrix, repeats = _read_npz(path)
         reading.labels += repeats
+        _count_graded(matrix, reading)
         return label_rows(matrix, str(path))
     rows, columns = read_header(path, ("rows", "columns"))
     before = reading.features
@@ -106,7 +107,13 @@ def read_labels(path: Path, scratch: Scratch, reading: Reading) -> CsrRows:
     for entry in np.flatnonzero(matrix.values < 0):
         line = row_of(matrix.offsets, int(entry)) + 2  # after the header, 1-based
         reading.refuse(negative_label(matrix, int(entry), f"{path}:{line}"))
+    _count_graded(matrix, reading)
     return label_rows(replace(matrix, values=np.maximum(matrix.values, 0)), str(path))
+
+
+def _count_graded(labels: CsrRows, reading: Reading) -> None:
+    assert labels.values is not None
+    reading.unheld[GRADED] += int(np.count_nonzero((labels.values != 0) & (labels.values != 1)))
 
 
 def _find_matrix(folder: Path, stem: str) -> Path | None:
