@@ -13,8 +13,17 @@ from torch import Tensor
 from xmlc.data.rows import CsrRows
 from xmlc.errors import DataError
 
-RaggedLabels = CsrRows | scipy.sparse.sparray | scipy.sparse.spmatrix | Tensor | Sequence[Sequence[int]]
-"""A list of labels for each row, compressed rows, a SciPy matrix, or an int tensor padded with negatives."""
+RaggedLabels = (
+    CsrRows
+    | scipy.sparse.sparray
+    | scipy.sparse.spmatrix
+    | Tensor
+    | Sequence[Sequence[int]]
+    | tuple[np.ndarray, np.ndarray]
+    | tuple[Tensor, Tensor]
+)
+"""A list of labels for each row, compressed rows (`CsrRows`, a SciPy matrix, or a tuple of two arrays or
+tensors: offsets [row + 1] and labels), or an int tensor padded with negatives."""
 
 
 def ragged_rows(labels: Any, rows: int, columns: int, where: str) -> CsrRows:
@@ -62,6 +71,8 @@ def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
             )
         padded = labels.detach().cpu().numpy()
         return (padded >= 0).sum(1), padded[padded >= 0].astype(np.int64)
+    if isinstance(labels, tuple) and len(labels) == 2 and all(hasattr(part, "dtype") for part in labels):
+        return _unpack(*labels, where)
     try:
         parts = [np.asarray(row) for row in labels]
     except (TypeError, ValueError) as error:
@@ -72,3 +83,19 @@ def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(part) for part in parts], np.int64)
     flat = np.concatenate([np.empty(0, np.int64), *(part.astype(np.int64) for part in parts)])
     return lengths, flat
+
+
+def _unpack(offsets: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return `_flatten` of compressed rows given as two arrays or tensors."""
+    offsets, labels = (
+        part.detach().cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
+        for part in (offsets, labels)
+    )
+    whole = all(part.ndim == 1 and part.dtype.kind in "iu" for part in (offsets, labels))
+    lengths = np.diff(offsets.astype(np.int64)) if whole else np.empty(0, np.int64)
+    if not whole or len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(labels) or (lengths < 0).any():
+        raise DataError(
+            f"{where}: a tuple of two arrays must be offsets [row + 1] and labels, integers, the offsets "
+            "rising from 0 to the number of labels, found others; give rows of labels as a list"
+        )
+    return lengths, labels.astype(np.int64)

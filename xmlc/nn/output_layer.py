@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -80,6 +80,10 @@ def positive_tensors(positives: CsrRows) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(positives.offsets), torch.from_numpy(positives.indices)
 
 
+_NO_UPDATE = OptimizerConfig(kind="sgd", learning_rate=0.0)
+_BEYOND_ANY_GRADIENT = 1e30  # the cutoff below which a label skips its backward work
+
+
 class SparseOutput:
     """Uniform fan-in: every label keeps exactly ``fan_in`` inputs; trained by the fused step."""
 
@@ -117,33 +121,64 @@ class SparseOutput:
         direct: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.step`."""
-        offsets, labels = positive_tensors(positives)
         logits = self._direct_logits(direct)
         direct_offsets = None if logits is None else logits.offsets.to(features.device)
-        result = fused_step(
+        result = self._fused_step(
             features,
-            offsets,
-            labels,
+            positives,
             self.weight,
-            self.indices,
             self.bias,
-            loss=self.loss.kind,
             optimizer=self.optimizer,
             learning_rate=learning_rate,
             state=self.state,
             step=step,
-            seed=self.seed,
-            scale=loss_scale(self.loss, features.shape[1], self.label),
-            share_positives=self.loss.reduction == "mean",
             gradient_cutoff=self.loss.gradient_cutoff,
-            group_size=self.group_size,
-            positive_weight=self.positive_weight,
             offsets=direct_offsets,
         )
         if self.direct is not None and logits is not None and direct_offsets is not None:
             logits.offsets.gradient.copy_(direct_offsets.gradient)
             self.direct.update(logits, learning_rate, step)
         return result
+
+    def evaluate(self, features: Tensor, positives: CsrRows, gradient: bool) -> tuple[Tensor, Tensor]:
+        """Return loss [] and feature gradient [input, batch] as `step` would, and update nothing.
+
+        Without ``gradient`` the second is zeros, and the backward half of the work is spared. For layers
+        without direct connections.
+        """
+        assert self.direct is None, "their offsets are part of `step` alone"
+        return self._fused_step(
+            features,
+            positives,
+            # A rate of 0 changes no weight; through .data, so that autograd counts no change either.
+            self.weight.data,
+            self.bias.data,
+            optimizer=_NO_UPDATE,
+            learning_rate=0.0,
+            state=OptimizerState(),
+            step=1,
+            gradient_cutoff=self.loss.gradient_cutoff if gradient else _BEYOND_ANY_GRADIENT,
+        )
+
+    def _fused_step(
+        self, features: Tensor, positives: CsrRows, weight: Tensor, bias: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        offsets, labels = positive_tensors(positives)
+        return fused_step(
+            features,
+            offsets,
+            labels,
+            weight,
+            self.indices,
+            bias,
+            loss=self.loss.kind,
+            seed=self.seed,
+            scale=loss_scale(self.loss, features.shape[1], self.label),
+            share_positives=self.loss.reduction == "mean",
+            group_size=self.group_size,
+            positive_weight=self.positive_weight,
+            **options,
+        )
 
     def top_labels(
         self,

@@ -1,0 +1,483 @@
+"""The sparse output layer as a torch module, for anyone's encoder and training loop."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xmlc.config import Config, build_config
+from xmlc.data.ragged import RaggedLabels, ragged_rows
+from xmlc.data.rows import CsrRows
+from xmlc.errors import ConfigError, DataError, WorkerError, XmlcError
+from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
+from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
+from xmlc.parallel import Workers
+
+
+class HeadOutput(NamedTuple):
+    """What `SparseHead` returns; ``output[0]`` and ``output.loss`` are the same."""
+
+    loss: Tensor  # float32 []
+
+
+class SparseHead(nn.Module):
+    """An output layer of uniform fan-in over the embeddings of any encoder.
+
+    Called as ``head(embeddings, labels).loss``, whose ``.backward()`` trains everything below, and the head::
+
+        features = relu(penultimate(embeddings))        # or the embeddings themselves, with width=None
+        loss = mean over the batch of the loss of sparse_linear(features)
+
+    The penultimate layer is an ordinary ``nn.Linear``: the caller's optimizer updates it. The output layer
+    (``head.output``: weight, bias, indices, optimizer state) is, with ``fused=True``, neither parameter nor
+    buffer: optimizers, DDP and gradient clipping do not see it. Its contract:
+
+    - The forward pass computes the loss and changes nothing. The backward pass computes the loss's gradient
+      and updates the output layer by `fused_step`, without a [label, batch] tensor or a gradient that anyone
+      could see. Every backward pass is one step: gradient accumulation accumulates all but the output layer.
+    - **The output layer sees the gradient of the unscaled loss.** The gradient that arrives at the loss
+      (1 / accumulation steps, a loss scale, a weight) scales what goes on to penultimate layer and encoder
+      only.
+    - In ``eval()`` mode the backward pass computes the gradient of the embeddings and updates nothing.
+    - Between a forward pass and its backward pass the output layer must not change: a second backward pass
+      through the same loss, or two losses added up, raise. Nor is there a second derivative.
+    - Under torch.distributed every worker has the whole output layer and makes the same step from the batch
+      of all workers, gathered in the forward pass; after DDP's mean every gradient equals the one-process
+      gradient of the mean over all instances, and ``loss`` is that mean. Without gradients (``no_grad``), in
+      ``eval()`` mode and in `topk` a worker works alone.
+
+    With ``fused=False`` weight and bias are parameters and everything is plain autograd: any optimizer,
+    accumulation, clipping, DDP as they are, for memory of [label, batch] and of the weights' gradient.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        label_count: int,
+        *,
+        width: int | None = 8192,
+        fan_in: int = 32,
+        group_size: Literal[1, 16, 32, 64] = 1,
+        loss: str | Mapping[str, Any] = "squared_hinge",
+        optimizer: str | Mapping[str, Any] | None = None,
+        learning_rate: float | None = None,
+        weight_dtype: Literal["float32", "bfloat16"] = "float32",
+        weight_init: Literal["zero", "fan_in", "glorot_flat"] = "zero",
+        bias_init: float | Literal["auto"] = "auto",
+        fused: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Take the settings, named as in docs/configuration.md, and draw weights and connections.
+
+        Args:
+            hidden: Width of the embeddings.
+            label_count: Number of labels.
+            width: Units of the penultimate layer; None connects labels straight to the embedding.
+            fan_in: Inputs of each label.
+            group_size: Labels that share one set of inputs.
+            loss: Kind of loss, or settings of the section ``[loss]``.
+            optimizer: Kind of the output layer's optimizer (adam if None), or settings of
+                ``[output_optimizer]``; only with ``fused=True``.
+            learning_rate: Rate of that optimizer; 0.001 if neither names one. May be set at any time:
+                ``head.learning_rate = ...``.
+            weight_dtype: Storage of the output layer's weights.
+            weight_init: Start of the output layer's weights.
+            bias_init: Start of its biases; auto is -1 for squared hinge, the log-odds of one label in
+                ``label_count`` for bce, 0 otherwise.
+            fused: See the class.
+            seed: Decides initial weights, connections and rounding; the same on all workers.
+
+        Raises:
+            ConfigError: A setting is unknown, out of range, or does not fit the others.
+        """
+        super().__init__()
+        _check_sizes(hidden=hidden, label_count=label_count)
+        if not fused and not (optimizer is None and learning_rate is None):
+            raise ConfigError(
+                "SparseHead: with fused=False the caller's optimizer updates the weights, found optimizer or "
+                "learning_rate; leave them out"
+            )
+        rate = {} if learning_rate is None else {"learning_rate": learning_rate}
+        rule = "adam" if optimizer is None else optimizer
+        settings: dict[str, Any] = {
+            "model": {
+                "width": hidden if width is None else width,
+                "fan_in": fan_in,
+                "group_size": group_size,
+                "weight_dtype": weight_dtype,
+                "weight_init": weight_init,
+                "bias_init": bias_init,
+            },
+            "loss": _section(loss),
+            # Of a layer that autograd trains, SparseOutput need not keep any state.
+            "output_optimizer": {**_section(rule), **rate} if fused else {"kind": "sgd"},
+            "training": {"seed": seed},
+        }
+        config = build_config(settings, "SparseHead")
+        _check_loss(config, fused)
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden, self.label_count, self.fused = hidden, label_count, fused
+        self.learning_rate = config.output_optimizer.learning_rate
+        self.penultimate = None if width is None else _penultimate(hidden, width, generator)
+        self.output = SparseOutput(
+            label_count,
+            config.model,
+            config.loss,
+            config.output_optimizer,
+            _initial_bias(config, label_count),
+            _positive_weight(config, label_count),
+            seed,
+            generator,
+        )
+        self.steps = torch.zeros((), dtype=torch.int64)  # updates so far; 0 with fused=False
+        self.redistributions = torch.zeros((), dtype=torch.int64)
+        if not fused:
+            self.weight = nn.Parameter(self.output.weight)  # [label, fan_in]
+            self.bias = nn.Parameter(self.output.bias)  # [label]
+        self._workers_agree = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the output layer is."""
+        return self.output.indices.device
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the output layer's next steps (``fused=True``)."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value >= 0.0):
+            raise ConfigError(f"SparseHead: learning_rate must be a number of at least 0, found {value!r}")
+        self._learning_rate = float(value)
+
+    def forward(self, embeddings: Tensor, labels: RaggedLabels) -> HeadOutput:
+        """Return the loss of a batch; see the class for what its backward pass does.
+
+        Args:
+            embeddings: Floating point [batch, hidden], on the head's device; computed on in float32.
+            labels: The positives of each instance: lists, compressed rows, or an int tensor padded with
+                negatives (`xmlc.data.ragged.RaggedLabels`).
+
+        Raises:
+            DataError: Embeddings are empty, not finite, or of another shape, dtype or device; a label is out
+                of range; there is not one row of labels for each embedding.
+            WorkerError: The workers' heads differ, or another worker stopped.
+        """
+        features = self.features(embeddings)
+        positives = ragged_rows(labels, len(embeddings), self.label_count, "SparseHead: labels")
+        if not self.fused:
+            return HeadOutput(self._autograd_loss(features, positives))
+        if not torch.is_grad_enabled():
+            return HeadOutput(self.output.evaluate(features, positives, gradient=False)[0].float())
+        # The embeddings may come from a frozen encoder; the backward pass must reach the head all the same.
+        reached = torch.zeros((), requires_grad=True)
+        return HeadOutput(_FusedLoss.apply(features, reached, self, positives))
+
+    def features(self, embeddings: Tensor) -> Tensor:
+        """Return the output layer's input, float32 [input, batch], on the autograd graph."""
+        self._check_embeddings(embeddings)
+        if self.penultimate is None:
+            return embeddings.T.float().contiguous()
+        weight, bias = self.penultimate.weight, self.penultimate.bias
+        units = torch.addmm(bias[:, None], weight, embeddings.T.to(weight.dtype)).relu()
+        features = units.float().contiguous()
+        if not _finite(features):
+            raise DataError(
+                "SparseHead: the penultimate layer must give finite numbers, found NaN or infinity; lower "
+                "the learning rate of its optimizer"
+            )
+        return features
+
+    @torch.no_grad()
+    def topk(self, embeddings: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+        """Return scores and labels [batch, k], best first, without a [batch, label] tensor.
+
+        Ties go to the lowest label. See `xmlc.ops.top_labels`.
+
+        Raises:
+            DataError: The embeddings do not fit.
+            NativeError: k is not in [1, label].
+        """
+        weight, bias = self._weight_and_bias()
+        output = self.output
+        return top_labels(self.features(embeddings), weight, output.indices, bias, k, output.group_size)
+
+    @torch.no_grad()
+    def redistribute(self, fraction: float, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move this share of the connections, the weakest, to random inputs, and return their number.
+
+        Moved connections start with weight 0 and without optimizer state. On all workers alike. See
+        `xmlc.ops.redistribute`.
+
+        Args:
+            fraction: In [0, 1].
+            optimizer: With ``fused=False``, the one that holds ``head.weight``.
+
+        Raises:
+            ConfigError: With ``fused=False`` the optimizer is missing.
+            NativeError: The fraction is out of range.
+        """
+        if self.fused != (optimizer is None):
+            raise ConfigError(
+                "SparseHead.redistribute: the optimizer must be given with fused=False, and only then, "
+                f"found fused={self.fused} and {'no' if optimizer is None else 'an'} optimizer"
+            )
+        weight, _ = self._weight_and_bias()
+        states = self.output.state.by_connection()
+        if optimizer is not None:
+            state = optimizer.state.get(self.weight, {})
+            states = [value for value in state.values() if getattr(value, "shape", None) == weight.shape]
+        moved = redistribute(
+            weight,
+            self.output.indices,
+            self.output.input,
+            fraction=fraction,
+            states=states,
+            group_size=self.output.group_size,
+            step=int(self.redistributions),
+            seed=self.output.seed,
+        )
+        self.redistributions += 1
+        self._workers_agree = False
+        return moved
+
+    def extra_repr(self) -> str:
+        """Return the settings that matter for reading a model."""
+        output = self.output
+        return (
+            f"hidden={self.hidden}, label_count={self.label_count}, input={output.input}, "
+            f"fan_in={output.weight.shape[1]}, loss={output.loss.kind}, fused={self.fused}"
+        )
+
+    def _check_embeddings(self, embeddings: Tensor) -> None:
+        found = f"{type(embeddings).__name__}"
+        if isinstance(embeddings, Tensor):
+            found = f"{embeddings.dtype} {list(embeddings.shape)}"
+            fits = embeddings.dim() == 2 and embeddings.shape[0] > 0 and embeddings.shape[1] == self.hidden
+            if fits and embeddings.is_floating_point() and embeddings.device == self.device:
+                if _finite(embeddings):
+                    return
+                raise DataError(
+                    "SparseHead: embeddings must be finite, found NaN or infinity; lower the learning rate, "
+                    "or look for the layer that makes them"
+                )
+            found += f" on {embeddings.device}"
+        raise DataError(
+            f"SparseHead: embeddings must be a floating-point tensor [batch, hidden] = [1 or more, "
+            f"{self.hidden}] on the head's device {self.device}, found {found}; move either by .to(device)"
+        )
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor]:
+        return (self.output.weight, self.output.bias) if self.fused else (self.weight, self.bias)
+
+    def _autograd_loss(self, features: Tensor, positives: CsrRows) -> Tensor:
+        output, loss, batch = self.output, self.output.loss, features.shape[1]
+        logits = sparse_linear(features, self.weight, output.indices, self.bias, output.group_size)
+        pairs = pairs_by_label(*positive_tensors(positives), batch, self.label_count)
+        labels, instances = (pair.long().to(features.device) for pair in pairs)
+        positive = torch.zeros_like(logits, dtype=torch.bool)
+        positive[labels, instances] = True
+        factor = features.new_ones(1, batch)
+        if normalised(loss) and loss.reduction == "mean":
+            factor = 1.0 / positive.sum(0, keepdim=True).clamp_min(1)
+        if output.positive_weight is not None:
+            factor = factor * output.positive_weight[:, None]
+        return loss_scale(loss, batch, self.label_count) * LOSSES[loss.kind](logits, positive, factor).sum()
+
+    def _own_step(self, features: Tensor, positives: CsrRows) -> Tensor:
+        """Update the output layer and return the feature gradient [input, batch]."""
+        self.steps += 1
+        return self.output.step(features, positives, self.learning_rate, int(self.steps))[1]
+
+    def _versions(self) -> tuple[int, ...]:
+        output = self.output
+        return tuple(value._version for value in (output.weight, output.bias, output.indices))
+
+    def _gather(self, features: Tensor, positives: CsrRows, workers: Workers) -> _Gathered:
+        """Return the batch of all workers, in the order of their ranks, on every one of them."""
+        state = (
+            0 if self._workers_agree else self._checksum(),
+            int(self.steps),
+            int(np.float64(self.learning_rate).view(np.int64)),
+        )
+        sizes = workers.gather_sizes(positives.rows, len(positives.indices), *state, device=features.device)
+        if any(size[2:] != sizes[0][2:] for size in sizes):
+            raise WorkerError(
+                "SparseHead: output layer and learning rate must be the same on all workers, found different "
+                "ones; use one seed, and call load_state_dict, redistribute and backward on all workers alike"
+            )
+        self._workers_agree = True
+        batches, pairs = [size[0] for size in sizes], [size[1] for size in sizes]
+        offsets, labels = positive_tensors(positives)
+        counts = workers.gather_rows(offsets.diff().to(features.device), batches).cpu().numpy()
+        if sum(pairs):
+            labels = workers.gather_rows(labels.to(features.device), pairs).cpu()
+        first = sum(batches[: workers.rank])
+        return _Gathered(
+            workers.gather_rows(features.T, batches).T.contiguous(),
+            CsrRows(np.concatenate([[0], np.cumsum(counts)]), labels.numpy(), None, self.label_count),
+            slice(first, first + positives.rows),
+        )
+
+    def _checksum(self) -> int:
+        checksum = 0
+        for value in self._output_tensors().values():
+            checksum = zlib.crc32(value.cpu().contiguous().view(-1).view(torch.uint8).numpy(), checksum)
+        return checksum
+
+    # No buffers: DDP would broadcast them at every step, and gloo knows no uint16.
+
+    def _output_tensors(self) -> dict[str, Tensor]:
+        tensors = {f"output.{name}": value for name, value in self.output.tensors().items()}
+        if not self.fused:
+            del tensors["output.weight"], tensors["output.bias"]
+        return tensors | {"steps": self.steps, "redistributions": self.redistributions}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseHead:
+        """Go to another device with the module; dtypes are the settings' and stay."""
+        super()._apply(fn, recurse)
+        if not self.fused:
+            self.output.weight, self.output.bias = self.weight.data, self.bias.data
+        self.output.move(fn(torch.empty(0, device=self.device)).device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {prefix + name: value for name, value in self._output_tensors().items()}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        state = dict(state_dict)
+        for name, value in self._output_tensors().items():
+            given = state.pop(prefix + name, None)
+            if given is None:
+                missing_keys.append(prefix + name)
+            elif given.shape != value.shape or given.dtype != value.dtype:
+                error_msgs.append(
+                    f"{prefix + name} must be {value.dtype} {list(value.shape)} by this head's settings, "
+                    f"found {given.dtype} {list(given.shape)}"
+                )
+            else:
+                value.copy_(given)
+        super()._load_from_state_dict(
+            state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._workers_agree = False
+
+    def _replicate_for_data_parallel(self) -> SparseHead:
+        raise ConfigError(
+            "SparseHead: torch.nn.DataParallel's replicas cannot share an output layer; use "
+            "DistributedDataParallel (torchrun), or show one device only (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+class _Gathered(NamedTuple):
+    features: Tensor  # [input, batch of all workers]
+    positives: CsrRows
+    own: slice
+    """This worker's part of the batch."""
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, reached: Tensor, head: SparseHead, positives: CsrRows) -> Tensor:
+        loss, _ = head.output.evaluate(features, positives, gradient=False)
+        batch = features.shape[1]
+        own = slice(0, batch)
+        workers = Workers(alone=not head.training)
+        if workers.size > 1:
+            features, positives, own = head._gather(features, positives, workers)
+            loss = workers.sum(loss * (batch / features.shape[1]))
+        ctx.save_for_backward(features)
+        ctx.rest = (head, positives, own, workers.size, head.training, head._versions())
+        return loss.float()
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if (
+            torch.is_grad_enabled()
+        ):  # by create_graph; once_differentiable would take our result for a constant
+            raise XmlcError(
+                "SparseHead: the loss must be differentiated once, found create_graph=True; leave it out"
+            )
+        (features,) = ctx.saved_tensors
+        head, positives, own, workers, update, versions = ctx.rest
+        if head._versions() != versions:
+            raise XmlcError(
+                "SparseHead: the output layer must be as it was in the forward pass, found it changed: every "
+                "backward pass updates it; call the head again before another backward pass, or use "
+                "fused=False to add up losses"
+            )
+        gradient = (
+            head._own_step(features, positives)
+            if update
+            else head.output.evaluate(features, positives, gradient=True)[1]
+        )
+        # DDP takes the mean over workers, of gradients of which each holds its own instances' part.
+        return gradient[:, own] * (loss_gradient * workers), None, None, None
+
+
+def _finite(values: Tensor) -> bool:
+    """Return whether all are finite, without a tensor of their size: NaN counts as smallest and largest."""
+    low, high = values.detach().aminmax()
+    return bool(torch.isfinite(torch.stack([low, high])).all())
+
+
+def _section(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": given} if isinstance(given, str) else dict(given)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ConfigError(f"SparseHead: {name} must be an integer of at least 1, found {value!r}")
+
+
+def _check_loss(config: Config, fused: bool) -> None:
+    if config.loss.positive_weight_propensity:
+        raise ConfigError(
+            "SparseHead: positive_weight_propensity must be false, as the head knows no label frequencies, "
+            "found true"
+        )
+    if config.loss.gradient_cutoff > 0.0 and not fused:
+        raise ConfigError(
+            f"SparseHead: gradient_cutoff must be 0 with fused=False, found {config.loss.gradient_cutoff}"
+        )
+
+
+def _penultimate(hidden: int, width: int, generator: torch.Generator) -> nn.Linear:
+    """Return a layer that starts as the model's (He et al. 2015), drawn from the generator alone."""
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, hidden, width)
+    with torch.no_grad():
+        linear.weight.normal_(0.0, math.sqrt(2.0 / hidden), generator=generator)
+        linear.bias.zero_()
+    return linear
+
+
+def _initial_bias(config: Config, label_count: int) -> Tensor:
+    given = config.model.bias_init
+    if given == "auto":
+        odds = -math.log(max(label_count - 1, 1))
+        given = {"squared_hinge": -1.0, "bce": odds}.get(config.loss.kind, 0.0)
+    return torch.full((label_count,), float(given))
+
+
+def _positive_weight(config: Config, label_count: int) -> Tensor | None:
+    weight = config.loss.positive_weight
+    return None if weight == 1.0 else torch.full((label_count,), float(weight))
