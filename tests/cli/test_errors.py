@@ -96,6 +96,17 @@ def test_malformed_data_by_file_and_line(train: Callable[..., Result], tmp_path:
     assert "train.txt:3: " in refused(train(data=tmp_path / "data"))
 
 
+def test_data_that_count_from_one_are_refused_with_the_way_out(
+    train: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text("2 3 4\n1,4 1:1\n2 3:1\n")
+    line = refused(train(data=tmp_path / "data"))
+    assert "train.txt:2: a label must be at most 3, found '4'; indices count from 0" in line
+    assert line.endswith("where they count from 1, pass --index-base 1 to `xmlc data convert`")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_config_that_cannot_be_read(train: Callable[..., Result], tmp_path: Path) -> None:
     assert "none.toml: the config must be a readable file" in refused(
         train("--config", tmp_path / "none.toml")

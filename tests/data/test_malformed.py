@@ -15,7 +15,8 @@ import pytest
 
 from xmlc.data import open_dataset
 from xmlc.data.check import check_data
-from xmlc.data.reader.files import Reading
+from xmlc.data.convert import convert
+from xmlc.data.reader.files import DataWarning, IndexBase, Reading
 from xmlc.data.reader.sparse_text import read_pairs
 from xmlc.data.reader.spool import Scratch
 from xmlc.data.reader.xmc import read_xmc_split
@@ -151,6 +152,22 @@ def test_a_file_that_counts_from_one_is_never_shifted_in_silence(write: Write) -
         folder, "train.txt:2: a label must be at most 1, found '2'; indices count from 0: correct the line"
     )
     refused(folder, "where they count from 1, pass --index-base 1 to `xmlc data convert`")
+
+
+def test_a_file_that_may_count_from_one_is_told_of(write: Write, tmp_path: Path) -> None:
+    """Where the last label and feature do not occur, no index is out of range; only names are shifted."""
+    files = {"train.txt": "2 4 3\n1,2 1:1\n2 3:1\n", "labels.txt": "a\nb\nc\n"}
+    told = (
+        "neither label 0 nor feature 0 occurs; if the files count from 1, `xmlc data convert --index-base 1`"
+    )
+    folder = write(files)
+    with pytest.warns(DataWarning, match=told):
+        open_dataset(folder)
+    assert told in check_data(folder).notes[0]
+    with pytest.warns(DataWarning, match=told):
+        convert(folder, tmp_path / "one", "npz")
+    convert(folder, tmp_path / "other", "xmc", IndexBase(1, 1, 1))
+    assert open_dataset(tmp_path / "other").train.labels.indices.tolist() == [0, 1, 1]
 
 
 def test_empty_files_are_refused(write: Write) -> None:

@@ -12,7 +12,6 @@ from xmlc.data.dataset import Dataset
 from xmlc.data.reader import IndexBase, Reading, layout_of, read_folder, source_files
 from xmlc.data.reader.alone import read_alone
 from xmlc.data.reader.spool import Scratch
-from xmlc.data.rows import CsrRows
 from xmlc.data.store import scratch_folder
 from xmlc.errors import DataError
 
@@ -120,22 +119,10 @@ def _read(folder: Path, scratch_folder: Path, noting: _Noting) -> Dataset | None
 
 
 def _surprises(folder: Path, dataset: Dataset | None, noting: _Noting) -> Iterator[str]:
-    for message in noting.messages():
+    for message in noting.messages() if dataset is None or noting.problems else dataset.warnings:
         yield f"{folder}: {message}"
     if dataset is None or noting.problems:
         return
     card = cards.card_of(folder)
     for difference in [] if card is None else cards.disagreements(card, dataset):
         yield f"{folder}: counts should be those of the card, found {difference}"
-    splits = dataset.splits.values()
-    columns = [split.labels for split in splits]
-    columns += [split.features for split in splits if isinstance(split.features, CsrRows)]
-    if noting.base == IndexBase() and len(columns) > len(splits) and not any(map(_has_first, columns)):
-        yield (
-            f"{folder}: neither label 0 nor feature 0 occurs; if the files count from 1, "
-            "`xmlc data convert --index-base 1` makes ones that count from 0"
-        )
-
-
-def _has_first(rows: CsrRows) -> bool:
-    return bool(len(rows.indices)) and int(rows.indices.min()) == 0

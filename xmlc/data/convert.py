@@ -51,7 +51,8 @@ def convert(
             cannot be written; then nothing stays behind.
 
     Warns:
-        DataWarning: The source's files say more than a data set holds; it counts what is not written.
+        DataWarning: Something was repaired, or the source's files say more than a data set holds; it counts
+            what is not written.
     """
     with scratch_folder() as scratch:
         folder = cards.locate(source)
@@ -64,7 +65,7 @@ def convert(
         if layout == "lf" and dataset.label_texts is None:  # as it will be read
             dataset = replace(dataset, label_texts=dataset.label_names)
         write_folder(dataset, card, target, layout, scratch, records)
-        warn_of_unheld(target, reading, records)
+        warn_of_repairs(target, dataset, reading, records)
         return dataset
 
 
@@ -92,8 +93,10 @@ def source_records(folder: Path, layout: Format) -> dict[str, Iterator[dict[str,
     return {part: lf.read_records(path) for part, path in paths.items() if path is not None}
 
 
-def warn_of_unheld(target: Path, reading: Reading, records: Records) -> None:
-    """Warn of what the source's files say and the new ones do not."""
+def warn_of_repairs(target: Path, dataset: Dataset, reading: Reading, records: Records) -> None:
+    """Warn of what was repaired in reading the source, and of what its files say and the new ones do not."""
+    for message in dataset.warnings:
+        warnings.warn(f"{dataset.source}: {message}", DataWarning, stacklevel=3)
     lost = {
         what: count for what, count in reading.unheld.items() if count and (what == GRADED or not records)
     }

@@ -14,7 +14,7 @@ import scipy.sparse
 from numpy.typing import NDArray
 
 from xmlc.data import card as cards
-from xmlc.data.convert import read_source, source_records, warn_of_unheld, write_folder
+from xmlc.data.convert import read_source, source_records, warn_of_repairs, write_folder
 from xmlc.data.dataset import Dataset, Split
 from xmlc.data.describe import row_bytes
 from xmlc.data.reader import Reading, layout_of
@@ -90,7 +90,7 @@ def split_dataset(
         written = layout or _layout(folder, dataset)
         records = _split_records(folder, written, in_test)
         write_folder(made, card, target, written, scratch_path, records, extra)
-        warn_of_unheld(target, reading, records)
+        warn_of_repairs(target, dataset, reading, records)
         return made
 
 

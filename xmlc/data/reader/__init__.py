@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -11,6 +11,7 @@ from xmlc.data.dataset import Dataset, disagreements
 from xmlc.data.reader import filters, lf, matrix, xmc
 from xmlc.data.reader.files import DataWarning, IndexBase, Reading, find
 from xmlc.data.reader.spool import Scratch
+from xmlc.data.rows import CsrRows
 from xmlc.errors import DataError
 
 __all__ = ["DataWarning", "IndexBase", "Layout", "Reading", "layout_of", "read_folder", "source_files"]
@@ -58,10 +59,25 @@ def read_folder(folder: Path, scratch_folder: Path, reading: Reading | None = No
     layout = layout_of(folder)
     with Scratch(scratch_folder) as scratch:
         dataset = filters.with_filters(_READERS[layout](folder, scratch, reading), folder, reading)
-    dataset = replace(dataset, source=folder, warnings=reading.messages())
+    dataset = replace(dataset, source=folder, warnings=(*reading.messages(), *_suspicions(dataset, reading)))
     for problem in disagreements(dataset):
         reading.refuse(DataError(problem))
     return dataset
+
+
+def _suspicions(dataset: Dataset, reading: Reading) -> Iterator[str]:
+    splits = dataset.splits.values()
+    columns = [split.labels for split in splits]
+    columns += [split.features for split in splits if isinstance(split.features, CsrRows)]
+    if reading.base == IndexBase() and len(columns) > len(splits) and not any(map(_has_first, columns)):
+        yield (
+            "neither label 0 nor feature 0 occurs; if the files count from 1, "
+            "`xmlc data convert --index-base 1` makes ones that count from 0"
+        )
+
+
+def _has_first(rows: CsrRows) -> bool:
+    return bool(len(rows.indices)) and int(rows.indices.min()) == 0
 
 
 def layout_of(folder: Path) -> Layout:
