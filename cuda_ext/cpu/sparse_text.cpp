@@ -44,6 +44,10 @@ class Cursor {
   // Appends digits to `number`, which wraps after 19; returns how many there were.
   std::int64_t digits(std::uint64_t& number) {
     const char* start = at_;
+    if (is_digit(at_[0]) && !is_digit(at_[1])) {  // as most values start; what follows a digit is in the text
+      number = number * 10 + static_cast<unsigned>(*at_++ - '0');
+      return 1;
+    }
     while (end_ - at_ >= 8) {
       std::uint64_t word;
       std::memcpy(&word, at_, 8);

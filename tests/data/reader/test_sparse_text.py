@@ -244,7 +244,7 @@ def test_both_parsers_agree_on_any_lines(lines: list[bytes], labelled: bool) -> 
     layout = Layout(Path("f"), len(lines), 20, 20 if labelled else None)
     refused: list[str] = []
     reading = Noting(refused)
-    features, label_rows, _ = _parse_block(body, 2, layout, reading)
+    features, label_rows, _ = _parse_block(body, 2, body.count(b"\n"), layout, reading)
     for number, line in enumerate(lines):
         try:
             expected = _parse_line(line, f"f:{number + 2}", layout)
@@ -272,7 +272,7 @@ def test_numbers_are_rounded_to_double_and_then_to_float(texts: list[str]) -> No
     refused: list[str] = []
     layout = Layout(Path("f"), len(texts), 1, None)
     body = "".join(f"0:{text}\n" for text in texts).encode()
-    features, _, _ = _parse_block(body, 2, layout, Noting(refused))
+    features, _, _ = _parse_block(body, 2, body.count(b"\n"), layout, Noting(refused))
     with np.errstate(over="ignore"):
         expected = np.array([float(text) for text in texts], np.float64).astype(np.float32)
     assert len(refused) == np.count_nonzero(~np.isfinite(expected))
@@ -290,7 +290,7 @@ def test_plain_lines_never_need_the_slow_parser(problem: tuple[np.ndarray, np.nd
     layout = Layout(Path("f"), len(features), features.shape[1], labels.shape[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_text, "_parse_line", None)
-        _parse_block(body.encode(), 2, layout, Reading())
+        _parse_block(body.encode(), 2, body.count("\n"), layout, Reading())
 
 
 def test_filter_pairs_are_sorted_and_merged(write: Write) -> None:

@@ -75,10 +75,10 @@ def read_rows(layout: Layout, scratch: Scratch, reading: Reading) -> tuple[CsrRo
     labels = RowsSpool(scratch, layout.labels or 0, with_values=False)
     for line, block in line_blocks(layout.path):
         body, body_line = (block.partition(b"\n")[2], 2) if line == 1 else (block, line)
-        body = _without_surplus(layout, body, body_line, layout.rows - features.rows)
+        body, count = _without_surplus(layout, body, body_line, layout.rows - features.rows)
         if not body:
             continue
-        feature_part, label_part, ascending = _parse_block(body, body_line, layout, reading)
+        feature_part, label_part, ascending = _parse_block(body, body_line, count, layout, reading)
         if not ascending:
             feature_part, repeats = _canonical(feature_part)
             for error in _overflows(feature_part, str(layout.path), body_line):
@@ -223,10 +223,11 @@ def _is_count(field: bytes) -> bool:
     return field.isdigit() and len(field) <= _LONGEST_COUNT and int(field) <= INT32_MAX
 
 
-def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> bytes:
-    """Cut the lines beyond the ``expected`` ones, which must be blank."""
-    if line_count(body) <= expected:
-        return body
+def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> tuple[bytes, int]:
+    """Cut the lines beyond the ``expected`` ones, which must be blank; return also how many are left."""
+    count = line_count(body)
+    if count <= expected:
+        return body, count
     split = body.split(b"\n")
     for number, text in enumerate(split[expected:], line + expected):
         if text.strip():
@@ -234,14 +235,13 @@ def _without_surplus(layout: Layout, body: bytes, line: int, expected: int) -> b
                 f"{layout.path}:{number}: the header promises {layout.rows} rows, found more: "
                 f"{shorten(text)}; correct the header"
             )
-    return b"".join(text + b"\n" for text in split[:expected])
+    return b"".join(text + b"\n" for text in split[:expected]), expected
 
 
 def _parse_block(
-    body: bytes, line: int, layout: Layout, reading: Reading
+    body: bytes, line: int, lines: int, layout: Layout, reading: Reading
 ) -> tuple[CsrRows, CsrRows | None, bool]:
-    """Parse whole lines; return also whether the columns and labels of each ascend strictly."""
-    lines = line_count(body)
+    """Parse so many whole lines; return also whether the columns and labels of each ascend strictly."""
     labelled = layout.labels is not None
     offsets, label_offsets = np.zeros((2, lines + 1), np.int64)
     # As much as can stand in so many bytes; what is not touched takes no memory.
