@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_kind_of_example_is_found() -> None:
-    assert len(PYTHON) == 4
+    assert len(PYTHON) == 5
     assert len(COMMANDS) == 10
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from xmlc import SparseHead
@@ -256,6 +258,14 @@ def test_a_state_dict_continues_as_the_head_it_came_from(kind: str) -> None:
     for each in (layer, other):
         each(embeddings(seed=3), ROWS).loss.backward()
         each.redistribute(0.2)
+    assert changed(other, state(layer)) == set()
+
+
+def test_a_state_dict_survives_safetensors(tmp_path: Path) -> None:
+    layer, other = head(weight_dtype="bfloat16"), head(weight_dtype="bfloat16")
+    layer(embeddings(), ROWS).loss.backward()
+    save_file(layer.state_dict(), tmp_path / "head.safetensors")
+    other.load_state_dict(load_file(tmp_path / "head.safetensors"))
     assert changed(other, state(layer)) == set()
 
 

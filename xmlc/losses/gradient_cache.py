@@ -68,7 +68,7 @@ class GradientCache:
             for part in _parts(inputs, self.mini_batch_size):
                 parts.append(_MiniBatch(part, _RandomState(), _autocast()))
                 embeddings.append(_checked(encoder(part), _length(part)))
-        # Autocast keeps the weights that it has cast, without a graph here: not for the second pass.
+        # torch may keep the weights that autocast has cast, here without a graph: not for the second pass.
         torch.clear_autocast_cache()
         whole = torch.cat(embeddings)
         if torch.is_grad_enabled():
