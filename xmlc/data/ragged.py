@@ -26,13 +26,13 @@ RaggedLabels = (
 tensors: offsets [row + 1] and labels), or an int tensor padded with negatives."""
 
 
-def ragged_rows(labels: Any, rows: int, columns: int, where: str) -> CsrRows:
+def ragged_rows(labels: Any, rows: int | None, columns: int, where: str) -> CsrRows:
     """Return labels as compressed rows without values; a label given twice in a row counts once.
 
     Args:
         labels: See `RaggedLabels`. The stored entries of a matrix are labels; explicit zeros are not. Of a
             padded tensor [row, width], negative entries are padding.
-        rows: Rows there must be.
+        rows: Rows there must be; None takes any number.
         columns: Labels must lie in [0, columns).
         where: Names the labels in errors.
 
@@ -40,6 +40,7 @@ def ragged_rows(labels: Any, rows: int, columns: int, where: str) -> CsrRows:
         DataError: The rows do not match, or a label is no integer or out of range.
     """
     lengths, flat = _flatten(labels, where)
+    rows = len(lengths) if rows is None else rows
     if len(lengths) != rows:
         raise DataError(
             f"{where}: must have one row for each of the {rows} embeddings, found {len(lengths)} rows"

@@ -1,0 +1,90 @@
+"""The pool of labels that all workers share in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xmlc.data.ragged import RaggedLabels, ragged_rows
+from xmlc.data.rows import CsrRows
+from xmlc.errors import DataError
+from xmlc.parallel import Workers
+
+_WHERE = "label_pool"
+
+
+@dataclass(frozen=True)
+class LabelPool:
+    """A worker's view of the labels that are this step's keys."""
+
+    own: Tensor  # int64 [key]
+    """Labels that this worker encodes: its part of the pool, rising."""
+    labels: Tensor  # int64 [pool]
+    """Labels of the pool by position: all workers' ``own``, one after the other."""
+    positives: CsrRows
+    """Positions in the pool of all known positives of this worker's instances."""
+
+
+def label_pool(
+    candidates: Any,
+    known: RaggedLabels,
+    label_count: int,
+    workers: Workers | None = None,
+    device: torch.device | str = "cpu",
+) -> LabelPool:
+    """Make the pool of the labels that any worker asks for, each once, and share them out evenly.
+
+    For `multi_positive_loss`: ``keys`` are the embeddings of ``own``, ``positives`` the positives. Where a
+    label that two workers sampled stood in the pool twice, one of them would be a negative of its own
+    instance; and so would a known positive that this worker did not sample, but another did.
+
+    Args:
+        candidates: Integers, any number, in any order, repeated or not: sampled positives and negatives.
+        known: All known positives of each own instance, in the pool or not (`RaggedLabels`).
+        label_count: Labels lie in [0, label_count).
+        workers: Who shares the pool; torch.distributed's default group if there is one, else this process.
+        device: Where the workers' collectives work; ``cuda`` under NCCL.
+
+    Returns:
+        The pool. A worker's part is empty where the pool has fewer labels than there are workers.
+
+    Raises:
+        DataError: A label is no integer or out of range, or no worker has a candidate.
+        WorkerError: Another worker stopped.
+    """
+    workers = Workers() if workers is None else workers
+    asked = torch.from_numpy(_labels(candidates, label_count)).to(device)
+    rows = ragged_rows(known, None, label_count, f"{_WHERE}: known")
+    lengths = [size[0] for size in workers.gather_sizes(len(asked), device=asked.device)]
+    if sum(lengths) == 0:
+        raise DataError(f"{_WHERE}: candidates must hold a label on some worker, found none on any")
+    labels = torch.unique(workers.gather_rows(asked, lengths).cpu())
+    bounds = [len(labels) * rank // workers.size for rank in range(workers.size + 1)]
+    own = labels[bounds[workers.rank] : bounds[workers.rank + 1]]
+    return LabelPool(own, labels, _positions(rows, labels.numpy()))
+
+
+def _labels(candidates: Any, label_count: int) -> np.ndarray:
+    """Return the candidates, each once, rising, int64."""
+    given = candidates.detach().cpu().numpy() if isinstance(candidates, Tensor) else np.asarray(candidates)
+    if given.size and given.dtype.kind not in "iu":
+        raise DataError(f"{_WHERE}: candidates must be integers, found {given.dtype}")
+    labels = np.unique(given.astype(np.int64))
+    if len(labels) and not 0 <= labels[0] <= labels[-1] < label_count:
+        raise DataError(
+            f"{_WHERE}: candidates must lie in [0, {label_count}), found {labels[0]} to {labels[-1]}"
+        )
+    return labels
+
+
+def _positions(known: CsrRows, labels: np.ndarray) -> CsrRows:
+    """Return the positions of known labels among the rising labels of the pool, leaving out the others."""
+    place = np.searchsorted(labels, known.indices)
+    found = labels[np.minimum(place, len(labels) - 1)] == known.indices
+    row = np.repeat(np.arange(known.rows), np.diff(known.offsets))[found]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=known.rows))]).astype(np.int64)
+    return CsrRows(offsets, place[found].astype(np.int32), None, len(labels))
