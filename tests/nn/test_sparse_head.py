@@ -13,9 +13,11 @@ import scipy.sparse
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from xmlc import SparseHead
 from xmlc.errors import ConfigError, DataError, NativeError, XmlcError
+from xmlc.losses import GradientCache
 from xmlc.ops import LOSSES, sparse_linear_reference
 
 HIDDEN, LABELS, BATCH = 6, 41, 5
@@ -181,6 +183,51 @@ def test_under_autocast_gradients_are_those_of_low_precision(width: int | None) 
     assert z.grad is not None and exact.grad is not None
     assert z.grad.dtype == torch.bfloat16
     assert (z.grad.float() - exact.grad).norm() < 0.02 * exact.grad.norm()
+
+
+def test_a_gradient_scaler_reaches_all_but_the_output_layer() -> None:
+    layers = []
+    for scale in (1.0, 1024.0):
+        layer = head()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for seed in range(3):
+            scaler.scale(layer(embeddings(seed=seed), ROWS).loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(layer.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        layers.append(layer)
+    assert changed(layers[1], state(layers[0])) == set()
+    assert changed(layers[0], state(head())) >= {"output.weight", "penultimate.weight"}
+
+
+def test_under_activation_checkpointing_a_step_is_one_step() -> None:
+    plain, layer = head(), head()
+    z, again = embeddings(), embeddings()
+    plain(z, ROWS).loss.backward()
+    checkpoint(lambda values: layer(values, ROWS).loss, again, use_reentrant=False).backward()
+    assert changed(layer, state(plain)) == set()
+    assert z.grad is not None and again.grad is not None
+    assert torch.equal(z.grad, again.grad)
+
+
+def test_behind_a_gradient_cache_a_large_batch_is_one_step() -> None:
+    layers = []
+    for cached in (False, True):
+        layer, encoder, cache = head(), nn.Linear(4, HIDDEN), GradientCache(2)
+        nn.init.constant_(encoder.weight, 0.5)
+        nn.init.zeros_(encoder.bias)
+        inputs = embeddings().detach()[:, :4]
+        layer(cache.embed(encoder, inputs) if cached else encoder(inputs), ROWS).loss.backward()
+        cache.backward()
+        layers.append((layer, encoder))
+    (layer, encoder), (other, twin) = layers
+    assert changed(other, state(layer)) == set()
+    assert int(other.steps) == 1
+    assert encoder.weight.grad is not None and twin.weight.grad is not None
+    torch.testing.assert_close(twin.weight.grad, encoder.weight.grad)
 
 
 def test_a_second_backward_pass_is_refused() -> None:
@@ -393,6 +440,7 @@ def test_a_penultimate_layer_that_overflows_is_named() -> None:
         ({"label_count": True}, "label_count must be an integer of at least 1, found True"),
         ({"loss": "hinge"}, "SparseHead: loss.kind"),
         ({"loss": {"kidn": "bce"}}, "unknown key loss.kidn; did you mean loss.kind"),
+        ({"loss": 5}, "loss and optimizer must be a kind or a table of settings, found 5"),
         ({"optimizer": "adamw"}, "SparseHead: output_optimizer.kind"),
         ({"learning_rate": -1.0}, "SparseHead: output_optimizer.learning_rate"),
         ({"fan_in": 33, "width": 32}, "fan_in must be at most width = 32, found 33"),

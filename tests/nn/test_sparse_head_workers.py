@@ -14,6 +14,7 @@ from workers import in_workers
 
 from xmlc import SparseHead
 from xmlc.errors import WorkerError
+from xmlc.parallel import Workers
 
 INPUTS, LABELS, BATCH = 4, 37, 11
 ROWS = [[number % 37, (number * number) % 37] if number % 4 else [] for number in range(BATCH)]
@@ -66,11 +67,25 @@ def compare(rank: int, size: int) -> dict[str, Any]:
         model = Classifier()
         losses = train(DistributedDataParallel(model), own_rows(rank, size), accumulate)
         found[f"accumulate {accumulate}"] = (losses, model.state_dict())
+    plain = Classifier(fused=False)
+    found["plain"] = (train(DistributedDataParallel(plain), slice(None), False), plain.state_dict())
+    found["calls"] = collectives_of_a_step()
     with torch.no_grad():  # alone: the others are not there
         found["evaluation"] = [model(data(), ROWS).item() for _ in range(rank + 1)]
         found["topk"] = [model.head.topk(torch.zeros(1, 6), 3) for _ in range(rank + 1)]
     found["differ"] = disagreements(rank)
     return found
+
+
+def collectives_of_a_step() -> list[str]:
+    """Return the collectives of forward and backward pass, by name."""
+    layer, names, call = SparseHead(6, LABELS, width=None, fan_in=3), [], Workers._call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Workers, "_call", lambda self, *given, **o: (names.append(given[0]), call(self, *given, **o))
+        )
+        layer(torch.ones(2, 6), [[], []]).loss.backward()
+    return names
 
 
 def disagreements(rank: int) -> list[str]:
@@ -103,7 +118,15 @@ def test_workers_under_ddp_equal_one_process(size: int, tmp_path: Path) -> None:
                 torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=1e-6, msg=name)
                 if "head.output" in name:
                     assert torch.equal(tensors[name], found[0][key][1][name]), f"replicas differ: {name}"
+    plain = Classifier(fused=False)
+    truth = train(plain, slice(None), False)
     for rank, each in enumerate(found):
+        losses, tensors = each["plain"]
+        assert losses == pytest.approx(truth, rel=1e-5)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        # Sizes, labels of each row, labels, features; the mean of the loss.
+        assert each["calls"] == ["all_gather"] * 4 + ["all_reduce"]
         assert len(set(each["evaluation"])) == 1
         assert len(each["topk"]) == rank + 1
         assert all("must be the same on all workers" in message for message in each["differ"]), each["differ"]

@@ -318,8 +318,7 @@ class SparseHead(nn.Module):
         batches, pairs = [size[0] for size in sizes], [size[1] for size in sizes]
         offsets, labels = positive_tensors(positives)
         counts = workers.gather_rows(offsets.diff().to(features.device), batches).cpu().numpy()
-        if sum(pairs):
-            labels = workers.gather_rows(labels.to(features.device), pairs).cpu()
+        labels = workers.gather_rows(labels.to(features.device), pairs).cpu()
         first = sum(batches[: workers.rank])
         return _Gathered(
             workers.gather_rows(features.T, batches).T.contiguous(),
@@ -440,6 +439,10 @@ def _finite(values: Tensor) -> bool:
 
 
 def _section(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, str | Mapping):
+        raise ConfigError(
+            f"SparseHead: loss and optimizer must be a kind or a table of settings, found {given!r}"
+        )
     return {"kind": given} if isinstance(given, str) else dict(given)
 
 
