@@ -1,0 +1,120 @@
+"""What this process holds in memory, as Linux counts it, and a hard limit on it.
+
+Anonymous memory is what only this process has and nothing on disk can replace: the memory of a model. Pages
+of memory-mapped files (the data set) come and go with the room there is, and are not counted.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from xmlc.errors import ConfigError
+
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"  # to clear_refs: VmHWM starts again from the present size
+SAMPLE_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of this process."""
+
+    anonymous: int
+    """Resident and private: heap, tensors, workspaces."""
+    file: int
+    """Resident pages of files: libraries and mapped data."""
+    peak_resident: int
+    """The most that both were together since `PeakWatch.take`, or since the start."""
+    data: int
+    """Address space that counts against ``RLIMIT_DATA``, touched or not."""
+
+
+def usage() -> Usage:
+    """Read what the process holds now.
+
+    Raises:
+        ConfigError: The system has no /proc as Linux has it.
+    """
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"memory: measuring needs Linux's {_STATUS}, found: {error.strerror}") from None
+    found = dict(line.split(":", 1) for line in lines)
+    anonymous, file, peak, data = (
+        int(found[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile", "VmHWM", "VmData")
+    )
+    return Usage(anonymous, file, peak, data)
+
+
+class PeakWatch:
+    """Follows the anonymous memory of this process; use it as a context.
+
+    A thread samples it every two milliseconds. The kernel's own record of the resident peak, less the most
+    that files had of it, catches what falls between two samples: the true peak is at least that.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-watch", daemon=True)
+        self._reset()
+
+    def __enter__(self) -> PeakWatch:
+        self._reset()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def take(self) -> int:
+        """Return the peak of anonymous bytes since the last call, and watch from the present on."""
+        self._note(now := usage())
+        peak = max(self._anonymous, now.peak_resident - self._file)
+        self._reset()
+        return peak
+
+    def _reset(self) -> None:
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        now = usage()
+        self._anonymous, self._file = now.anonymous, now.file
+
+    def _note(self, now: Usage) -> None:
+        self._anonymous = max(self._anonymous, now.anonymous)
+        self._file = max(self._file, now.file)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._note(usage())
+
+
+@contextmanager
+def hard_limit(budget_bytes: int) -> Iterator[None]:
+    """Let the process take at most so many bytes beyond what it has now; the next allocation then fails.
+
+    Sets ``RLIMIT_DATA``, which counts private writable address space, so memory-mapped data is free.
+    torch's threads are started first: their stacks count, and one that is refused would end the process.
+
+    Raises:
+        ConfigError: The system allows less already.
+    """
+    torch.ones(1 << 20).sum()
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = usage().data + budget_bytes
+    if before[1] != resource.RLIM_INFINITY and limit > before[1]:
+        raise ConfigError(
+            f"memory: the limit must be at most the system's RLIMIT_DATA of {before[1]:,} bytes, "
+            f"found {limit:,}; lower the budget or raise that (ulimit -d)"
+        )
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
