@@ -3,6 +3,7 @@
 from xmlc.checkpoint.format import (
     Checkpoint,
     CheckpointFolder,
+    CheckpointReader,
     read_checkpoint,
     read_into,
     read_metadata,
@@ -12,6 +13,7 @@ from xmlc.checkpoint.format import (
 __all__ = [
     "Checkpoint",
     "CheckpointFolder",
+    "CheckpointReader",
     "read_checkpoint",
     "read_into",
     "read_metadata",

@@ -18,6 +18,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
@@ -112,13 +113,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: The folder holds no checkpoint, one of a newer version, or one that is not whole.
     """
-    manifest = _checked_manifest(folder)
-    tensors = {
-        name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()
-    }
-    for file, entries in manifest.files().items():
-        _read_data(folder / file, entries, tensors)
-    return Checkpoint(manifest.metadata, tensors)
+    reader = CheckpointReader(folder)
+    return Checkpoint(reader.metadata, {name: reader.read(name) for name in reader.shapes})
 
 
 def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, JsonValue]:
@@ -137,16 +133,75 @@ def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str,
     advice = "check the run's configuration"
     _check_names(f"{folder}: the checkpoint", set(tensors), set(manifest.tensors), advice)
     for name, entry in manifest.tensors.items():
-        tensor = tensors[name]
-        dtype = DTYPES[entry.dtype]
-        if (tensor.dtype, list(tensor.shape)) != (dtype, entry.shape) or not tensor.is_contiguous():
-            raise CheckpointError(
-                f"{folder}: tensor {name!r} must be read into contiguous {dtype} {entry.shape}, found "
-                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; {advice}"
-            )
+        _check_fits(folder, name, entry, tensors[name], advice)
     for file, entries in manifest.files().items():
         _read_data(folder / file, entries, tensors)
     return manifest.metadata
+
+
+class CheckpointReader:
+    """A checkpoint whose tensors are read one by one, each verified as it is read.
+
+    So that no tensor need be in memory twice: those of a model are read straight into its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read and verify the manifest, and the headers and sizes of the data files.
+
+        Raises:
+            CheckpointError: The folder holds no checkpoint, one of a newer version, or one that is cut short.
+        """
+        self.folder = folder
+        self._manifest = _checked_manifest(folder)
+        self._read: set[str] = set()
+        self.metadata: Mapping[str, JsonValue] = self._manifest.metadata
+        self.shapes = {name: tuple(entry.shape) for name, entry in self._manifest.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor as a new one on the CPU.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            CheckpointError: Its bytes are not those that were written.
+        """
+        entry = self._manifest.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self._fill(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Read a tensor into a contiguous one of its dtype and shape, on any device.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            CheckpointError: The tensors do not fit, or the bytes are not those that were written. After the
+                latter ``tensor`` holds them.
+        """
+        entry = self._manifest.tensors[name]
+        _check_fits(self.folder, name, entry, tensor, "check the run's configuration")
+        self._fill(name, tensor)
+
+    def check_rest(self) -> None:
+        """Verify the tensors that have not been read, without keeping them.
+
+        Raises:
+            CheckpointError: The bytes are not those that were written.
+        """
+        for name in self.shapes.keys() - self._read:
+            self._fill(name, None)
+
+    def _fill(self, name: str, tensor: torch.Tensor | None) -> None:
+        path = self.folder / self._manifest.tensors[name].file
+        entries = self._manifest.files()[path.name]
+        start = len(_header(entries))
+        for other, entry in entries.items():
+            if other == name:
+                break
+            start += entry.bytes
+        with _reading(path), open_regular(path) as stream:
+            stream.seek(start)
+            _read_tensor(path, stream, name, entries[name], tensor)
+        self._read.add(name)
 
 
 def read_metadata(folder: Path) -> Mapping[str, JsonValue]:
@@ -489,18 +544,40 @@ def _read_data(path: Path, entries: Mapping[str, _Entry], tensors: Mapping[str, 
     with _reading(path), open_regular(path) as stream:
         stream.seek(len(_header(entries)))
         for name, entry in entries.items():
-            digest = hashlib.sha256()
-            for chunk in _byte_chunks(tensors[name]):
-                buffer = torch.empty_like(chunk, device="cpu") if chunk.device.type != "cpu" else chunk
-                stream.readinto(buffer.numpy().data)
-                digest.update(buffer.numpy().data)
-                if buffer is not chunk:
-                    chunk.copy_(buffer)
-            if digest.hexdigest() != entry.checksum:
-                raise CheckpointError(
-                    f"{path}: tensor {name!r} must have the checksum of {MANIFEST}, found another; "
-                    f"{_LOAD_ANOTHER}"
-                )
+            _read_tensor(path, stream, name, entry, tensors[name])
+
+
+def _read_tensor(
+    path: Path, stream: BufferedReader, name: str, entry: _Entry, tensor: torch.Tensor | None
+) -> None:
+    """Read the bytes of one tensor from where the stream stands, in place, or only verify them for None."""
+    digest = hashlib.sha256()
+    if tensor is None:
+        for first in range(0, entry.bytes, CHUNK_BYTES):
+            digest.update(stream.read(min(CHUNK_BYTES, entry.bytes - first)))
+    else:
+        for chunk in _byte_chunks(tensor):
+            buffer = torch.empty_like(chunk, device="cpu") if chunk.device.type != "cpu" else chunk
+            stream.readinto(buffer.numpy().data)
+            digest.update(buffer.numpy().data)
+            if buffer is not chunk:
+                chunk.copy_(buffer)
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version([tensor])  # written past torch, behind its back
+    if digest.hexdigest() != entry.checksum:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} must have the checksum of {MANIFEST}, found another; {_LOAD_ANOTHER}"
+        )
+
+
+def _check_fits(folder: Path, name: str, entry: _Entry, tensor: torch.Tensor, advice: str) -> None:
+    """Raise CheckpointError unless the bytes of ``entry`` can be read into ``tensor``."""
+    dtype = DTYPES[entry.dtype]
+    if (tensor.dtype, list(tensor.shape)) != (dtype, entry.shape) or not tensor.is_contiguous():
+        raise CheckpointError(
+            f"{folder}: tensor {name!r} must be read into contiguous {dtype} {entry.shape}, found "
+            f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; {advice}"
+        )
 
 
 def _byte_chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
-from torch import Tensor
 
-from xmlc.checkpoint import CheckpointFolder, read_checkpoint
+from xmlc.checkpoint import CheckpointFolder, CheckpointReader
 from xmlc.config import build_config
 from xmlc.data.batches import BatchStream
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
@@ -170,10 +169,10 @@ def load(run: str | Path, which: str = "best") -> Predictor:
     return restore(path)
 
 
-def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], reader: CheckpointReader) -> None:
     """Check that the checkpoint holds the weights of its own settings, before memory is taken for those."""
     for name, shape in shapes.items():
-        found = tuple(tensors[f"model.{name}"].shape)
+        found = reader.shapes[f"model.{name}"]
         if found != shape:
             raise CheckpointError(
                 f"{path}: {name} must have the shape {list(shape)} of the checkpoint's settings, found "
@@ -181,37 +180,44 @@ def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Ma
             )
 
 
-def _arrays(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, NDArray[Any]]:
+def _arrays(reader: CheckpointReader, prefix: str) -> dict[str, NDArray[Any]]:
     """Return the tensors whose names start so, by the rest of the name."""
     return {
-        name.removeprefix(prefix): value.numpy() for name, value in tensors.items() if name.startswith(prefix)
+        name.removeprefix(prefix): reader.read(name).numpy()
+        for name in reader.shapes
+        if name.startswith(prefix)
     }
 
 
 def restore(path: Path) -> Predictor:
-    """Build the predictor of one checkpoint folder."""
-    checkpoint = read_checkpoint(path)
-    metadata = dict(checkpoint.metadata)
-    tensors = dict(checkpoint.tensors)
+    """Build the predictor of one checkpoint folder.
+
+    The model's tensors are read in place one by one; the optimizers' are verified and not kept.
+    """
+    reader = CheckpointReader(path)
+    metadata = dict(reader.metadata)
     try:
         config = build_config(metadata["config"], f"{path}: its config")  # type: ignore[arg-type]
-        problem = Problem(label_instances=tensors["label_instances"].numpy(), **metadata["problem"])  # type: ignore[arg-type]
-        _check_shapes(path, weight_shapes(config, problem), tensors)
+        problem = Problem(label_instances=reader.read("label_instances").numpy(), **metadata["problem"])  # type: ignore[arg-type]
+        _check_shapes(path, weight_shapes(config, problem), reader)
         model = Model(config, problem)
         for name, tensor in model.tensors().items():
-            tensor.copy_(tensors[f"model.{name}"])
+            reader.read_into(f"model.{name}", tensor)
         if config.similarity.used:
             model.similarity = Similarity.from_arrays(
                 config.similarity,
-                _arrays(tensors, "similarity."),
+                _arrays(reader, "similarity."),
                 problem.feature_count,
                 problem.label_count,
             )
-        arrays = _arrays(tensors, "text.")
+        arrays = _arrays(reader, "text.")
         vectorizer = TextVectorizer.from_arrays(arrays, config.text) if arrays else None
         names = None
-        if "label_names.offsets" in tensors:
-            names = TextColumn(tensors["label_names.offsets"].numpy(), tensors["label_names.data"].numpy())
+        if "label_names.offsets" in reader.shapes:
+            names = TextColumn(
+                reader.read("label_names.offsets").numpy(), reader.read("label_names.data").numpy()
+            )
+        reader.check_rest()
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: the checkpoint must hold a model of this version, found "

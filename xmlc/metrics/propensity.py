@@ -57,7 +57,11 @@ def inverse_propensity(
         )
     with np.errstate(over="ignore", invalid="ignore"):
         scale = max(math.log(instances) - 1.0, 0.0) * np.float64(b + 1.0) ** a
-        inverse = 1.0 + scale * (train_counts.astype(np.float64) + b) ** -a
+        inverse = train_counts.astype(np.float64)  # in place from here: one vector of millions is enough
+        inverse += b
+        inverse **= -a
+        inverse *= scale
+        inverse += 1.0
     if not np.isfinite(inverse).all():
         raise ConfigError(
             f"propensity: a and b must give finite propensities, found a = {a}, b = {b}; "

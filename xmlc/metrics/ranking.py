@@ -85,11 +85,13 @@ def evaluate(
     _refuse_repeats(predicted)
     weight = None
     if inverse_propensity is not None:
-        weight = np.append(_checked_weights(inverse_propensity, labels), 0.0)
+        weight = _checked_weights(inverse_propensity, labels)
         # Order the labels of each instance by falling weight: sort by rank of weight, then look the label up.
-        by_weight = np.argsort(-weight[:-1], kind="stable")
+        occurring, place = np.unique(label, return_inverse=True)
+        by_weight = np.argsort(-weight[occurring], kind="stable")
         order = np.argsort(by_weight)
-        label = by_weight[np.sort(instance * labels + order[label]) - instance * labels]
+        shift = instance * len(occurring)
+        label = occurring[by_weight[np.sort(shift + order[place]) - shift]]
     ranking = _Ranking(predicted, _contained(predicted, keys, labels), instance, label, weight)
 
     deciles: list[Mapping[str, float]] = []
@@ -104,7 +106,7 @@ def evaluate(
             chosen = decile == number
             sizes = {
                 "labels": int(chosen.sum()),
-                "training_positives": int(train_counts[chosen].sum()),
+                "training_positives": int(train_counts.sum(where=chosen)),
                 "unlabelled_instances": _unlabelled(ranking, chosen),
             }
             deciles.append({**sizes, **_measure(ranking, chosen)})
@@ -137,7 +139,7 @@ def mask_pairs(top_labels: npt.NDArray[np.integer], filter_pairs: sparse.csr_arr
     return np.take_along_axis(np.where(dropped, -1, candidates), order, axis=1)
 
 
-def label_deciles(train_counts: npt.NDArray[np.integer]) -> Integers:
+def label_deciles(train_counts: npt.NDArray[np.integer]) -> npt.NDArray[np.int8]:
     """Cut the labels by training frequency into ten groups of about equal numbers of training positives.
 
     Labels are ranked by falling frequency, ties by label id. A label with c positives ranked before it, of t
@@ -149,7 +151,7 @@ def label_deciles(train_counts: npt.NDArray[np.integer]) -> Integers:
         train_counts: Integer [label], none negative.
 
     Returns:
-        int64 [label] in 0..9.
+        int8 [label] in 0..9.
 
     Raises:
         DataError: ``train_counts`` is not a vector of non-negative integers.
@@ -159,13 +161,24 @@ def label_deciles(train_counts: npt.NDArray[np.integer]) -> Integers:
             f"label_deciles: train_counts must be non-negative integers [label], found {train_counts.dtype} "
             f"{list(train_counts.shape)}; count the training instances of every label"
         )
-    counts = train_counts.astype(np.int64)
-    order = np.argsort(-counts, kind="stable")
-    before = np.cumsum(counts[order]) - counts[order]
-    decile = np.empty_like(counts)
-    decile[order] = DECILES * before // max(counts.sum(), 1)
-    decile[counts == 0] = DECILES - 1
+    total = int(train_counts.sum(dtype=np.int64))
+    narrow = np.int32 if total < 2**31 else np.int64
+    falling = train_counts.astype(narrow)
+    np.negative(falling, out=falling)
+    order = np.argsort(falling, kind="stable")
+    decile = np.full(len(train_counts), DECILES - 1, np.int8)
+    before = 0
+    for first in range(0, len(order), _LABELS_AT_ONCE):  # vectors of millions of labels: as few as possible
+        labels = order[first : first + _LABELS_AT_ONCE]
+        counts = train_counts[labels].astype(np.int64)
+        found = counts > 0
+        above = before + np.cumsum(counts) - counts
+        decile[labels[found]] = DECILES * above[found] // max(total, 1)
+        before += int(counts.sum())
     return decile
+
+
+_LABELS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -176,7 +189,7 @@ class _Ranking:
     hit: Flags  # [instance, k]
     instance: Integers  # [pair]: the true pairs, each once, by instance
     label: Integers  # [pair]; of one instance by falling weight, where there are weights
-    weight: Floats | None  # [label + 1]: 1 / p; the last entry is 0 and is what index -1 finds
+    weight: Floats | None  # [label]: 1 / p
 
 
 def _measure(ranking: _Ranking, chosen: Flags) -> dict[str, float]:
@@ -187,14 +200,16 @@ def _measure(ranking: _Ranking, chosen: Flags) -> dict[str, float]:
     positives = np.bincount(instance, minlength=len(hit))
     metrics = _instance_means(hit, positives)
     if ranking.weight is not None:
-        found = _instance_means(hit * ranking.weight[ranking.predicted], positives)
+        gain = np.zeros(hit.shape)
+        gain[hit] = ranking.weight[ranking.predicted[hit]]
+        found = _instance_means(gain, positives)
         rank = np.arange(len(label)) - (np.cumsum(positives) - positives)[instance]
         top = rank < hit.shape[1]
         gain = np.zeros(hit.shape)
         gain[instance[top], rank[top]] = ranking.weight[label[top]]
         best = _instance_means(gain, positives)
         metrics |= {f"PS{name}": _ratio(found[name], best[name]) for name in found}
-    metrics |= _label_means(ranking.predicted, hit, chosen, int(np.count_nonzero(np.bincount(label))))
+    metrics |= _label_means(ranking.predicted, hit, int(chosen.sum()), len(np.unique(label)))
     return {
         f"{name}@{rank}": float(value)
         for name, values in metrics.items()
@@ -216,18 +231,20 @@ def _instance_means(gain: npt.NDArray[Any], positives: Integers) -> dict[str, Fl
     return {name: values / max(instances, 1) for name, values in sums.items()}
 
 
-def _label_means(predicted: Integers, hit: Flags, chosen: Flags, occurring: int) -> dict[str, Floats]:
-    """Return coverage and macroP [k] over the ``chosen`` labels, ``occurring`` of them in the truth."""
-    labels, k = len(chosen), hit.shape[1]
-    hits, predictions = np.zeros(labels), np.zeros(labels)
+def _label_means(predicted: Integers, hit: Flags, labels: int, occurring: int) -> dict[str, Floats]:
+    """Return coverage and macroP [k] over chosen ``labels`` in number, ``occurring`` of them in the truth."""
+    k = hit.shape[1]
+    found, place = np.unique(predicted, return_inverse=True)  # the others have no share in the sums
+    place = place.reshape(predicted.shape)
+    hits, predictions = np.zeros(len(found)), np.zeros(len(found))
     covered, precision = np.zeros(k), np.zeros(k)
     for rank in range(k):
-        column = predicted[:, rank]
-        hits += np.bincount(column[hit[:, rank]], minlength=labels)
-        predictions += np.bincount(column[column >= 0], minlength=labels)
+        column = place[:, rank]
+        hits += np.bincount(column[hit[:, rank]], minlength=len(found))
+        predictions += np.bincount(column[predicted[:, rank] >= 0], minlength=len(found))
         covered[rank] = np.count_nonzero(hits)
         precision[rank] = (hits / np.maximum(predictions, 1.0)).sum()
-    return {"coverage": covered / max(occurring, 1), "macroP": precision / max(int(chosen.sum()), 1)}
+    return {"coverage": covered / max(occurring, 1), "macroP": precision / max(labels, 1)}
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
@@ -306,7 +323,7 @@ def _checked_weights(inverse_propensity: npt.NDArray[np.floating], labels: int) 
             "evaluate: inverse_propensity must be finite and above 0, found "
             f"{inverse_propensity[outside[0]]} for label {outside[0]}; compute it from the training set"
         )
-    return inverse_propensity.astype(np.float64)
+    return inverse_propensity.astype(np.float64, copy=False)
 
 
 def _contained(candidates: Integers, keys: Integers, labels: int) -> Flags:

@@ -22,7 +22,7 @@ from xmlc.ops import (
     redistribute,
     top_labels,
 )
-from xmlc.sparsity import random_connectivity
+from xmlc.sparsity import draw_connections
 
 
 class OutputLayer(Protocol):
@@ -106,8 +106,9 @@ class SparseOutput:
         self.loss = loss
         self.optimizer = optimizer
         self.seed = seed
-        self.indices = random_connectivity(label, model.width, model.fan_in, model.group_size, seed)
-        self.weight = _initial_weight(label, model, generator)
+        self.weight = torch.zeros(label, model.fan_in, dtype=getattr(torch, model.weight_dtype))
+        self.indices = draw_connections(self.weight, model.width, model.group_size, seed)
+        _draw_weight(self.weight, model, generator)
         self.bias = bias
         self.positive_weight = positive_weight
         self.state = OptimizerState.zeros(optimizer.kind, label, model.fan_in)
@@ -409,12 +410,14 @@ class _NormalisedLoss:
         return gradient
 
 
-def _initial_weight(label: int, model: ModelConfig, generator: torch.Generator) -> Tensor:
-    bounds = {
-        "zero": 0.0,
-        "fan_in": 1.0 / math.sqrt(model.fan_in),
-        "glorot_flat": math.sqrt(3.0 / (label * model.fan_in)),
-    }
-    bound = bounds[model.weight_init]
-    weight = torch.empty(label, model.fan_in).uniform_(-bound, bound, generator=generator)
-    return weight.to(getattr(torch, model.weight_dtype))
+def _draw_weight(weight: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    """Draw the initial weights [label, fan_in] into zeros; in float32, whatever they are kept in."""
+    if model.weight_init == "zero":
+        return
+    label, fan_in = weight.shape
+    bound = 1.0 / math.sqrt(fan_in) if model.weight_init == "fan_in" else math.sqrt(3.0 / (label * fan_in))
+    for block in weight.split(_LABELS_DRAWN_AT_ONCE):
+        block.copy_(torch.empty(block.shape).uniform_(-bound, bound, generator=generator))
+
+
+_LABELS_DRAWN_AT_ONCE = 1 << 16

@@ -32,7 +32,10 @@ class PenultimateLayer:
     @staticmethod
     def preactivation_gradient_(features: Tensor, feature_gradient: Tensor) -> Tensor:
         """Turn the gradient of the features into that of their pre-activations, in place."""
-        return feature_gradient.mul_(features > 0)
+        # Not a product with ``features > 0``, for which torch would make a float copy of the mask.
+        return torch.ops.aten.threshold_backward.grad_input(
+            feature_gradient, features, 0, grad_input=feature_gradient
+        )
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
         """Return [batch, hidden] for the pre-activations' gradient [input, batch]."""

@@ -42,10 +42,19 @@ def random_connectivity(label: int, input: int, fan_in: int, group_size: int, se
         raise ConfigError(f"connectivity: group_size must be one of {GROUP_SIZES}, found {group_size}")
     if input > MOST_INPUTS[torch.int32]:
         raise ConfigError(f"connectivity: input must be at most {MOST_INPUTS[torch.int32]}, found {input}")
-    group = groups(label, group_size)
-    indices = torch.arange(fan_in, dtype=torch.int32).to(index_dtype(input)).repeat(group, 1)
+    weight = torch.zeros(groups(label, group_size), fan_in, dtype=torch.bfloat16)
+    return draw_connections(weight, input, 1, seed)
+
+
+def draw_connections(weight: Tensor, input: int, group_size: int, seed: int) -> Tensor:
+    """Draw the connections of a layer that has its weights [label, fan_in] (see `random_connectivity`).
+
+    The weights stay as they are: reading them saves making others, as large as the layer, for the draw.
+    """
+    group = groups(weight.shape[0], group_size)
+    indices = torch.arange(weight.shape[1], dtype=torch.int32).to(index_dtype(input)).repeat(group, 1)
     # Redistributing all connections of any valid layer draws each group's inputs without replacement.
-    redistribute(torch.zeros(group, fan_in), indices, input, fraction=1.0, seed=seed)
+    redistribute(weight, indices, input, fraction=1.0, new_value="keep", group_size=group_size, seed=seed)
     return indices
 
 

@@ -1,17 +1,49 @@
-"""torch's optimizers for the layers that are not sparse, and their state for checkpoints."""
+"""Update rules of the layers that are not sparse, by torch's functions, and their state for checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim._functional import sparse_adam  # what SparseAdam calls; it alone has no public function
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from xmlc.config import OptimizerConfig
 from xmlc.errors import ConfigError
 from xmlc.nn import Model
 from xmlc.nn.output_layer import DenseOutput
+
+State = dict[str, Any]  # tensors, and counters that torch keeps as integers
+Rule = Callable[[Tensor, Tensor, State, float], None]  # parameter, gradient, state, learning rate
+
+
+class PartOptimizer:
+    """Updates the parameters of a part that have a ``.grad``; what it keeps of each is torch's state.
+
+    The classes of torch.optim do the same by the same functions, and with the same bits; but to make one
+    imports torch's compiler, which takes 70 MB that are never used.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], rule: Rule, rate: float) -> None:
+        self.parameters = list(parameters)
+        self.rate = rate
+        self.states: list[State] = [{} for _ in self.parameters]
+        self._rule = rule
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for parameter, state in zip(self.parameters, self.states, strict=True):
+            if parameter.grad is not None:
+                self._rule(parameter, parameter.grad, state, self.rate)
+
+    def free_gradients(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class Optimizers:
@@ -22,7 +54,7 @@ class Optimizers:
 
     def __init__(self, model: Model) -> None:
         config = model.config
-        self._parts: dict[str, torch.optim.Optimizer] = {}
+        self._parts: dict[str, PartOptimizer] = {}
         embeddings = list(model.encoder.parameters())
         if embeddings:
             self._parts["encoder"] = _sparse_optimizer(embeddings, config.dense_optimizer)
@@ -35,7 +67,7 @@ class Optimizers:
             model.output.block_optimizer = self._parts["output"]
 
     @property
-    def penultimate(self) -> torch.optim.Optimizer:
+    def penultimate(self) -> PartOptimizer:
         """The penultimate layer's optimizer."""
         return self._parts["penultimate"]
 
@@ -44,82 +76,129 @@ class Optimizers:
         encoder = self._parts.get("encoder")
         if encoder is not None:
             encoder.step()
-            encoder.zero_grad(set_to_none=True)
+            encoder.free_gradients()
 
     def set_rates(self, dense: float, output: float) -> None:
         """Set the learning rates of this step."""
         for name, optimizer in self._parts.items():
-            for group in optimizer.param_groups:
-                group["lr"] = output if name == "output" else dense
+            optimizer.rate = output if name == "output" else dense
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by name; empty before the first step. Counters are int64 []."""
         return {
-            name: value if isinstance(value, Tensor) else torch.tensor(value)
-            for name, _, _, value in self._states()
+            f"{part}.{number}.{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+            for part, optimizer in self._parts.items()
+            for number, state in enumerate(optimizer.states)
+            for key, value in state.items()
         }
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over the state that `tensors` returned, without copying it unless to another device."""
         for part, optimizer in self._parts.items():
-            for number, parameter in enumerate(_parameters(optimizer)):
+            for number, parameter in enumerate(optimizer.parameters):
                 prefix = f"{part}.{number}."
-                state = {
+                optimizer.states[number] = {
                     name.removeprefix(prefix): value.to(parameter.device)
                     if value.is_floating_point()
                     else int(value)
                     for name, value in tensors.items()
                     if name.startswith(prefix)
                 }
-                if state:
-                    optimizer.state[parameter] = state
-
-    def _states(self) -> Iterator[tuple[str, torch.optim.Optimizer, Tensor, Any]]:
-        for part, optimizer in self._parts.items():
-            for number, parameter in enumerate(_parameters(optimizer)):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if value is not None:
-                        yield f"{part}.{number}.{key}", optimizer, parameter, value
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def block_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def block_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> PartOptimizer:
     """Return the optimizer of a `BlockedLinear`'s parameters: torch's, with decoupled weight decay."""
-    optimizer: torch.optim.Optimizer
-    if config.kind == "adam":
-        optimizer = torch.optim.Adam(
-            parameters,
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
+    update = _adam(config) if config.kind == "adam" else _momentum(config)
+
+    def rule(parameter: Tensor, gradient: Tensor, state: State, rate: float) -> None:
+        # Weights shrink, but no bias, as in the fused step; torch's SGD would couple it to the gradient.
+        if config.weight_decay > 0.0 and parameter.dim() == 2:
+            parameter.mul_(1.0 - rate * config.weight_decay)
+        update(parameter, gradient, state, rate)
+
+    return PartOptimizer(parameters, rule, config.learning_rate)
+
+
+def _adam(config: OptimizerConfig) -> Rule:
+    def rule(parameter: Tensor, gradient: Tensor, state: State, rate: float) -> None:
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        adam(
+            [parameter],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
             fused=True,
+            amsgrad=False,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            lr=rate,
+            weight_decay=0.0,
+            eps=config.eps,
+            maximize=False,
         )
-    else:
-        momentum = config.momentum if config.kind == "momentum" else 0.0
-        optimizer = torch.optim.SGD(parameters, lr=config.learning_rate, momentum=momentum, fused=True)
-    if config.weight_decay > 0.0:
-        optimizer.register_step_pre_hook(lambda each, *_: _decay(each, config.weight_decay))
-    return optimizer
+
+    return rule
 
 
-def _decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
-    """Shrink the weights of this step, but no bias, as the fused step does; torch's SGD would couple it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.dim() == 2:
-                parameter.mul_(1.0 - group["lr"] * weight_decay)
+def _momentum(config: OptimizerConfig, embedding: bool = False) -> Rule:
+    """SGD, of kind ``momentum`` with a buffer; the gradient of an embedding is sparse."""
+    momentum = config.momentum if config.kind == "momentum" else 0.0
+
+    def rule(parameter: Tensor, gradient: Tensor, state: State, rate: float) -> None:
+        buffers: list[Tensor | None] = [state.get("momentum_buffer")]
+        sgd(
+            [parameter],
+            [gradient],
+            buffers,
+            has_sparse_grad=embedding,
+            foreach=False,
+            fused=not embedding,
+            weight_decay=0.0,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        if momentum:
+            state["momentum_buffer"] = buffers[0]
+
+    return rule
 
 
-def _sparse_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _sparse_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> PartOptimizer:
     """An embedding sees a few of its rows in a step: only those are updated ("lazy" Adam)."""
-    if config.kind == "adam":
-        # No rate: every step sets it, and this class alone refuses a rate of 0 here.
-        return torch.optim.SparseAdam(parameters, betas=(config.beta1, config.beta2), eps=config.eps)
-    if config.kind == "sgd":
-        return torch.optim.SGD(parameters, lr=config.learning_rate)
-    raise ConfigError(
-        f"dense_optimizer.kind must be adam or sgd for sparse features (embeddings), found {config.kind!r}"
-    )
+    if config.kind == "momentum":
+        raise ConfigError(
+            "dense_optimizer.kind must be adam or sgd for sparse features (embeddings), found 'momentum'"
+        )
+    rule = _sparse_adam(config) if config.kind == "adam" else _momentum(config, embedding=True)
+    return PartOptimizer(parameters, rule, config.learning_rate)
+
+
+def _sparse_adam(config: OptimizerConfig) -> Rule:
+    def rule(parameter: Tensor, gradient: Tensor, state: State, rate: float) -> None:
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        sparse_adam(
+            [parameter],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [state["step"]],
+            eps=config.eps,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            lr=rate,
+            maximize=False,
+        )
+
+    return rule

@@ -110,7 +110,7 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
             instances=split.instances,
             propensity_a=dataset.propensity_a,
             propensity_b=dataset.propensity_b,
-            label_instances=np.bincount(split.labels.indices, minlength=dataset.label_count).astype(np.int64),
+            label_instances=np.bincount(split.labels.indices, minlength=dataset.label_count),
         ),
         train=BatchStream(features, labels, train_rows, training.batch_size, training.seed),
         validation=validation,

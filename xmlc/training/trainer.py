@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xmlc import __version__, native
-from xmlc.checkpoint import read_checkpoint
+from xmlc.checkpoint import CheckpointReader
 from xmlc.config import Config
 from xmlc.data import Batch, Dataset
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
@@ -367,19 +367,19 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         """Take over everything that `save` wrote."""
-        checkpoint = read_checkpoint(path)
-        tensors = dict(checkpoint.tensors)
-        metadata: Any = checkpoint.metadata
+        reader = CheckpointReader(path)
+        metadata: Any = reader.metadata
         try:
             for name, tensor in self.model.tensors().items():
-                tensor.copy_(tensors[f"model.{name}"])
+                reader.read_into(f"model.{name}", tensor)
             self.optimizers.load(
                 {
-                    name.removeprefix("optimizer."): value
-                    for name, value in tensors.items()
+                    name.removeprefix("optimizer."): reader.read(name)
+                    for name in reader.shapes
                     if name.startswith("optimizer.")
                 }
             )
+            reader.check_rest()
             self.position = Position(**metadata["position"])
             self.schedule.plateau = Plateau(**metadata["schedule"]["plateau"])
             self.schedule.plateau_factor = metadata["schedule"]["factor"]
