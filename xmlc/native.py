@@ -76,8 +76,7 @@ def run(
         arguments["offsets"] = module.LogitOffsets(**offsets)
     call = getattr(module, op)
     size_bytes = call(workspace=0, **arguments)
-    # Room to start at a huge page; bytes that nothing touches take no memory.
-    slack = cpu.HUGE_PAGE if module is cpu and size_bytes >= cpu.HUGE_PAGE else 0
+    slack = _slack_bytes(module, size_bytes)
     workspace = torch.empty(max(1, size_bytes + slack), dtype=torch.uint8, device=device)
     address = workspace.data_ptr()
     if slack:
@@ -104,6 +103,21 @@ def _backend(device: torch.device, multiply_adds: int) -> tuple[Any, dict[str, A
     if emulated is not None:
         return emulated, {"queue": (0, 0, deterministic)}
     return cpu, {"threads": threads_for(multiply_adds)}
+
+
+def workspace_bytes(
+    op: str, threads: int, *, layer: dict[str, Any], offsets: dict[str, int] | None = None, **arguments: Any
+) -> int:
+    """Ask a CPU op what `run` would allocate for its workspace; addresses may be 0, sizes must be right."""
+    if offsets is not None:
+        arguments["offsets"] = cpu.LogitOffsets(**offsets)
+    size_bytes: int = getattr(cpu, op)(workspace=0, threads=threads, layer=cpu.Layer(**layer), **arguments)
+    return size_bytes + _slack_bytes(cpu, size_bytes)
+
+
+def _slack_bytes(module: Any, size_bytes: int) -> int:
+    """Return room to start at a huge page; bytes that nothing touches take no memory."""
+    return cpu.HUGE_PAGE if module is cpu and size_bytes >= cpu.HUGE_PAGE else 0
 
 
 def threads_for(multiply_adds: int) -> int:

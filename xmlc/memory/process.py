@@ -6,10 +6,11 @@ of memory-mapped files (the data set) come and go with the room there is, and ar
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,3 +119,17 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+LARGE_BYTES = 4 << 20
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def return_large_blocks() -> None:
+    """Let blocks of 4 MiB and more go back to the system when they are freed, for the rest of the process.
+
+    glibc would learn from the first of them to keep blocks of up to 32 MiB, in a heap between whose gaps the
+    batch's tensors then find no place: a third more memory than is ever in use. Elsewhere nothing changes.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

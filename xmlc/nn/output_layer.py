@@ -24,6 +24,9 @@ from xmlc.ops import (
 )
 from xmlc.sparsity import draw_connections
 
+LABELS_DRAWN_AT_ONCE = 1 << 16
+"""Labels whose initial weights are drawn in float32 before they are kept in another type."""
+
 
 class OutputLayer(Protocol):
     """What training and evaluation need of an output layer."""
@@ -416,8 +419,5 @@ def _draw_weight(weight: Tensor, model: ModelConfig, generator: torch.Generator)
         return
     label, fan_in = weight.shape
     bound = 1.0 / math.sqrt(fan_in) if model.weight_init == "fan_in" else math.sqrt(3.0 / (label * fan_in))
-    for block in weight.split(_LABELS_DRAWN_AT_ONCE):
+    for block in weight.split(LABELS_DRAWN_AT_ONCE):
         block.copy_(torch.empty(block.shape).uniform_(-bound, bound, generator=generator))
-
-
-_LABELS_DRAWN_AT_ONCE = 1 << 16

@@ -119,6 +119,23 @@ def layer(
     }
 
 
+def absent_layer(
+    label: int, fan_in: int, input: int, group_size: int, weight_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return `layer` of tensors that do not exist yet, to ask an op for the size of its workspace."""
+    return {
+        "indices": 0,
+        "weight": 0,
+        "bias": 0,
+        "indices_dtype": name_of(torch.uint16 if input <= MOST_INPUTS[torch.uint16] else torch.int32),
+        "weight_dtype": name_of(weight_dtype),
+        "input": input,
+        "label": label,
+        "group_size": group_size,
+        "fan_in": fan_in,
+    }
+
+
 def written(*tensors: Tensor) -> None:
     """Give tensors that native code has changed a new version, which autograd reads."""
     torch.autograd.graph.increment_version([value for value in tensors if not value.is_inference()])

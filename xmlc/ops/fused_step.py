@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -206,6 +207,43 @@ def fused_step(
             seed,
             *(() if offsets is None else (offsets.label, offsets.instance, offsets.value, offsets.gradient)),
         )
+
+
+def workspace_bytes(
+    layer: dict[str, Any], batch: int, pairs: int, loss: str, optimizer: str, threads: int
+) -> int:
+    """Return the bytes that a step on the CPU allocates beside its results; see `checks.absent_layer`."""
+    return native.workspace_bytes(
+        _NAME,
+        threads,
+        layer=layer,
+        features=0,
+        feature_gradient=0,
+        pair_label=0,
+        pair_instance=0,
+        pair=pairs,
+        positive_weight=0,
+        batch=batch,
+        loss=loss,
+        scale=1.0,
+        share_positives=False,
+        gradient_cutoff=0.0,
+        optimizer=optimizer,
+        learning_rate=0.0,
+        weight_decay=0.0,
+        momentum=0.0,
+        beta1=0.0,
+        beta2=0.0,
+        eps=1.0,
+        step=1,
+        weight_first=0,
+        weight_second=0,
+        bias_first=0,
+        bias_second=0,
+        seed=0,
+        loss_sum=0,
+        offsets=logit_offsets.ABSENT,
+    )
 
 
 def squared_hinge(logits: Tensor, positive: Tensor, factor: Tensor) -> Tensor:

@@ -58,6 +58,10 @@ class LogitOffsets:
         return LogitOffsets(**{name: value.to(device) for name, value in vars(self).items()})
 
 
+ABSENT = {"label": 0, "instance": 0, "value": 0, "gradient": 0, "entry": 0}
+"""No offsets, as the native core's ``LogitOffsets`` takes them."""
+
+
 def check_tensors(op: str, offsets: LogitOffsets | None) -> None:
     """Check what torch's dispatch would report less helpfully; see `checks.tensors`."""
     if offsets is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,26 @@ def redistribute(
             step,
             seed,
         )
+    )
+
+
+def workspace_bytes(layer: dict[str, Any], threads: int) -> int:
+    """Return the bytes that a call on the CPU allocates beside its result; see `checks.absent_layer`."""
+    return native.workspace_bytes(
+        _NAME,
+        threads,
+        layer=layer,
+        state0=0,
+        state1=0,
+        by_threshold=False,
+        within_group=False,
+        threshold=0.0,
+        prune=0,
+        new_value="zero",
+        new_value_bound=0.0,
+        seed=0,
+        step=0,
+        pruned=0,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -65,6 +67,21 @@ def top_labels(
             group_size,
             *(() if offsets is None else (offsets.label, offsets.instance, offsets.value)),
         )
+
+
+def workspace_bytes(layer: dict[str, Any], batch: int, k: int, threads: int) -> int:
+    """Return the bytes that a call on the CPU allocates beside its results; see `checks.absent_layer`."""
+    return native.workspace_bytes(
+        _NAME,
+        threads,
+        layer=layer,
+        features=0,
+        scores=0,
+        labels=0,
+        batch=batch,
+        k=k,
+        offsets=logit_offsets.ABSENT,
+    )
 
 
 def top_labels_reference(

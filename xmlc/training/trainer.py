@@ -21,6 +21,7 @@ from xmlc.config import Config
 from xmlc.data import Batch, Dataset
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
 from xmlc.evaluation import evaluate_model
+from xmlc.memory.process import return_large_blocks
 from xmlc.metrics import Report
 from xmlc.nn import Model
 from xmlc.nn.output_layer import SparseOutput
@@ -144,7 +145,7 @@ class Trainer:
         stream = self.prepared.train
         with progress.bar(len(stream), f"epoch {position.epoch + 1}", position.batch) as bar:
             for batch in self.stopwatch.each("data", stream.epoch(position.epoch, position.batch)):
-                loss = self._step(batch)
+                loss = self.step(batch)
                 position.batch += 1
                 position.loss_sum += loss
                 instances = position.batch * training.batch_size
@@ -164,7 +165,12 @@ class Trainer:
                     self.save()
         self.seconds += time.monotonic() - started
 
-    def _step(self, batch: Batch) -> float:
+    def step(self, batch: Batch) -> float:
+        """Train on one batch, and move connections where that is due; return the loss.
+
+        Raises:
+            DivergedError: The loss is no number any more, or has exploded.
+        """
         config, position = self.config, self.position
         position.step += 1
         factor = self.rate_factor * self.schedule.factor(position.step)
@@ -243,7 +249,7 @@ class Trainer:
         best = True
         if len(self.prepared.validation.rows):
             with self.stopwatch.phase("validation"):
-                report = self._validate()
+                report = self.validate()
             values = {
                 name: report.values[name] for name in report.values if name.partition("@")[0] in METRICS
             }
@@ -270,7 +276,8 @@ class Trainer:
         if self._signal is not None and position.epoch < training.epochs and not position.finished:
             self._stop_on_signal()
 
-    def _validate(self) -> Report:
+    def validate(self) -> Report:
+        """Measure the model on the validation instances."""
         ranks = max(METRIC_RANKS, int(self.config.training.metric.partition("@")[2]))
         return evaluate_model(
             self.model,
@@ -450,6 +457,7 @@ def train_into(
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
         if not resume:
             run.check_empty()
+        return_large_blocks()
         threads = config.training.threads or torch.get_num_threads()
         torch.set_num_threads(1 if config.training.deterministic else threads)
         trainer = Trainer(dataset, config, run, prepare(dataset, config, cache))

@@ -1,0 +1,51 @@
+"""A data set of any number of labels, to measure memory on: few instances, labels of power-law frequency."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xmlc.data import CsrRows, Dataset
+from xmlc.data.dataset import Split
+
+POSITIVES = 5
+"""Labels of an instance."""
+
+
+def generated_dataset(
+    labels: int, features: int, words: int | None, instances: int, seed: int = 0
+) -> Dataset:
+    """Draw a data set.
+
+    Args:
+        labels: Labels; that of frequency rank r has a probability of about 1 / r.
+        features: Columns of the features.
+        words: Features of an instance that are not zero, drawn like labels; None makes dense features.
+        instances: Training instances.
+        seed: Another seed draws others.
+    """
+    generator = np.random.default_rng(seed)
+    columns: CsrRows | NDArray[np.float32]
+    if words is None:
+        columns = generator.standard_normal((instances, features), np.float32)
+    else:
+        columns = _drawn(generator, instances, features, min(words, features))
+    return Dataset(
+        name=f"generated-{labels}",
+        kind="dense" if words is None else "sparse",
+        train=Split(_drawn(generator, instances, labels, min(POSITIVES, labels)), columns),
+        test=None,
+        label_count=labels,
+        feature_count=features,
+        fingerprint=f"generated {labels} {features} {words} {instances} {seed}",
+    )
+
+
+def _drawn(generator: np.random.Generator, rows: int, columns: int, count: int) -> CsrRows:
+    """Draw about ``count`` distinct columns for every row by Zipf's law; values are 1."""
+    ranks = (columns ** generator.random((rows, count)) - 1.0).astype(np.int64)
+    drawn = np.sort(np.minimum(ranks * 7919 % columns, columns - 1), axis=1)  # frequent ones lie anywhere
+    first = np.ones(drawn.shape, bool)
+    first[:, 1:] = drawn[:, 1:] > drawn[:, :-1]
+    offsets = np.concatenate(([0], np.cumsum(first.sum(1))))
+    return CsrRows(offsets, drawn[first].astype(np.int32), None, columns)

@@ -1,0 +1,276 @@
+"""The bytes that a run will hold, tensor by tensor and phase by phase, before anything is allocated.
+
+Counted is what a training process holds beyond an interpreter with this package imported. Native workspaces are
+not guessed: the ops are asked. `docs/memory.md` has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from xmlc.config import Config
+from xmlc.nn.dense import BLOCK_BYTES
+from xmlc.nn.model import Problem, weight_shapes
+from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE
+from xmlc.ops import OptimizerState, checks
+from xmlc.ops.fused_step import workspace_bytes as fused_step_bytes
+from xmlc.ops.redistribute import workspace_bytes as redistribute_bytes
+from xmlc.ops.top_labels import workspace_bytes as top_labels_bytes
+from xmlc.sparsity import index_dtype
+
+Phase = Literal[
+    "load", "forward", "output_step", "dense_update", "redistribution", "validation", "checkpoint"
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Category = Literal["weights", "optimizer", "statistics", "batch", "workspace", "temporary"]
+
+RANKS = 5
+EVALUATION_BATCH = 256
+STATISTICS_BYTES = 17
+"""Bytes for each label while deciles are cut: counts int32, order int64 and half of that to sort it, decile."""
+EMBEDDING_COPIES = 7
+"""Of the rows that a batch touches: gradient by entry, coalesced, moments and their changes."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How large batches are, beside the settings."""
+
+    instances: int
+    """Of the largest validation or test set."""
+    words: float
+    """Features of an instance that are not zero; of dense features all."""
+    positives: float = 5.0
+    """Labels of an instance."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something that takes memory."""
+
+    name: str
+    category: Category
+    bytes: int
+    formula: str
+    at_load: bool = True
+    """Whether it is there before the first step. Zeros of an optimizer take memory when they are written."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run holds throughout, and what each phase adds at its peak."""
+
+    held: tuple[Term, ...]
+    added: dict[Phase, tuple[Term, ...]]
+
+    def terms(self, phase: Phase) -> tuple[Term, ...]:
+        """Return all that is held at the peak of a phase."""
+        held = (term for term in self.held if phase != "load" or term.at_load)
+        return (*held, *self.added[phase])
+
+    def bytes(self, phase: Phase) -> int:
+        """Return the peak of a phase."""
+        return sum(term.bytes for term in self.terms(phase))
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase with the highest peak."""
+        return max(PHASES, key=self.bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the run."""
+        return self.bytes(self.peak_phase)
+
+    @property
+    def binding(self) -> Term:
+        """The largest term at the peak."""
+        return max(self.terms(self.peak_phase), key=lambda term: term.bytes)
+
+
+def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
+    """Plan a run on the CPU.
+
+    The peak of the dense and bottleneck outputs is planned like the sparse one's, with their logits of a block
+    in the place of the workspace. ``label_instances`` of the problem is not read: only its length counts.
+    """
+    sizes = _Sizes(config, problem, batches)
+    return Plan(
+        (*_weights(sizes), *_optimizer_state(sizes), *_statistics(sizes)),
+        {
+            "load": tuple(_load(sizes)),
+            "forward": tuple(_forward(sizes, sizes.batch)),
+            "output_step": tuple(_output_step(sizes)),
+            "dense_update": tuple(_dense_update(sizes)),
+            "redistribution": tuple(_redistribution(sizes)),
+            "validation": tuple(_validation(sizes)),
+            "checkpoint": (),
+        },
+    )
+
+
+class _Sizes:
+    """The numbers that the formulas speak of."""
+
+    def __init__(self, config: Config, problem: Problem, batches: Batches) -> None:
+        model = config.model
+        self.config, self.problem, self.batches = config, problem, batches
+        self.sparse = model.output == "sparse"
+        self.label = problem.label_count
+        self.batch = config.training.batch_size
+        self.evaluated = min(EVALUATION_BATCH, max(batches.instances, 1))
+        self.hidden = problem.feature_count if problem.dense_features else model.hidden
+        self.width = {"sparse": model.width, "bottleneck": model.bottleneck, "dense": 0}[model.output]
+        self.input = self.width or self.hidden
+        self.threads = config.training.threads or torch.get_num_threads()
+        self.shapes = weight_shapes(config, problem)
+        self.weight_dtype: torch.dtype = getattr(torch, model.weight_dtype)
+
+    def layer(self) -> dict[str, Any]:
+        model = self.config.model
+        return checks.absent_layer(self.label, model.fan_in, self.input, model.group_size, self.weight_dtype)
+
+    def threads_for(self, multiply_adds: int) -> int:
+        return 1 if multiply_adds < 1 << 20 else self.threads
+
+    def itemsize(self, name: str) -> int:
+        if name == "output.indices":
+            return index_dtype(self.input).itemsize
+        return self.weight_dtype.itemsize if name == "output.weight" and self.sparse else 4
+
+
+def _of_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, str]:
+    return math.prod(shape) * itemsize, " * ".join(f"{size:,}" for size in (*shape, itemsize))
+
+
+def _weights(s: _Sizes) -> Iterator[Term]:
+    for name, shape in s.shapes.items():
+        yield Term(name, "weights", *_of_shape(shape, s.itemsize(name)))
+
+
+def _optimizer_state(s: _Sizes) -> Iterator[Term]:
+    copies = {"sgd": 0, "momentum": 1, "adam": 2}
+    dense = [name for name in s.shapes if name.startswith(("encoder.", "penultimate."))]
+    output = ["output.weight", "output.bias"] if not s.sparse else []
+    for names, kind in ((dense, s.config.dense_optimizer.kind), (output, s.config.output_optimizer.kind)):
+        for name in names:
+            size, formula = _of_shape(s.shapes[name], 4)
+            if copies[kind]:
+                yield Term(
+                    f"{kind} of {name}",
+                    "optimizer",
+                    copies[kind] * size,
+                    f"{copies[kind]} * {formula}",
+                    False,
+                )
+    if not s.sparse:
+        return
+    with torch.device("meta"):
+        state = OptimizerState.zeros(s.config.output_optimizer.kind, s.label, s.config.model.fan_in)
+    for name, tensor in state.tensors().items():
+        yield Term(f"output.state.{name}", "optimizer", *_of_shape(tuple(tensor.shape), 4))
+    if s.config.model.direct_fan_in:
+        shape = s.shapes["output.direct.weight"]
+        if s.config.output_optimizer.kind == "adam":
+            size, formula = _of_shape(shape, 4)
+            yield Term("output.direct.state", "optimizer", 2 * size, f"2 * {formula}", False)
+        yield Term("direct connections by feature", "statistics", *_of_shape(shape, 4), False)
+        size, formula = _of_shape(shape, 4)
+        yield Term("direct connections at the start", "statistics", 2 * size, f"2 * {formula}")
+
+
+def _statistics(s: _Sizes) -> Iterator[Term]:
+    yield Term("label_instances", "statistics", *_of_shape((s.label,), 8))
+    yield Term("inverse_propensity", "statistics", *_of_shape((s.label,), 8), at_load=_weighted(s))
+    if _weighted(s) or s.config.loss.positive_weight != 1.0:
+        yield Term("positive_weight", "statistics", *_of_shape((s.label,), 4))
+
+
+def _weighted(s: _Sizes) -> bool:
+    return s.config.loss.positive_weight_propensity
+
+
+def _load(s: _Sizes) -> Iterator[Term]:
+    if s.sparse and s.config.model.weight_init != "zero":
+        rows = min(LABELS_DRAWN_AT_ONCE, s.label)
+        yield Term("block of drawn weights", "temporary", *_of_shape((rows, s.config.model.fan_in), 4))
+
+
+def _forward(s: _Sizes, batch: int) -> Iterator[Term]:
+    yield Term("hidden", "batch", *_of_shape((batch, s.hidden), 4))
+    if s.width:
+        yield Term("features", "batch", *_of_shape((s.width, batch), 4))
+    if not s.problem.dense_features:
+        entries = round(batch * s.batches.words)
+        yield Term("words of the batch", "batch", *_of_shape((entries,), 40))
+
+
+def _output_step(s: _Sizes) -> Iterator[Term]:
+    yield from _forward(s, s.batch)
+    yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
+    if s.sparse:
+        pairs = round(s.batch * s.batches.positives)
+        config = s.config
+        size = fused_step_bytes(
+            s.layer(),
+            s.batch,
+            pairs,
+            config.loss.kind,
+            config.output_optimizer.kind,
+            s.threads_for(s.label * config.model.fan_in * s.batch),
+        )
+        yield Term("workspace of fused_step", "workspace", size, "asked of the op")
+    else:
+        yield from _dense_block(s, s.label, s.input, "output")
+
+
+def _dense_block(s: _Sizes, rows: int, columns: int, name: str) -> Iterator[Term]:
+    block = min(rows, max(1, BLOCK_BYTES // (4 * columns)))
+    yield Term(f"gradient of a block of {name}", "temporary", *_of_shape((block, columns), 4))
+    if name == "output":
+        size, formula = _of_shape((block, s.batch), 4)
+        yield Term(
+            "logits of a block and what the loss makes of them", "temporary", 8 * size, f"8 * {formula}"
+        )
+
+
+def _dense_update(s: _Sizes) -> Iterator[Term]:
+    yield from _forward(s, s.batch)
+    yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
+    if s.width:
+        yield Term("gradient of hidden", "batch", *_of_shape((s.batch, s.hidden), 4))
+        if s.problem.dense_features:
+            yield from _dense_block(s, s.width, s.hidden, "penultimate")
+    if not s.problem.dense_features:
+        size, formula = _of_shape((round(s.batch * s.batches.words), s.hidden), 4)
+        yield Term(
+            "gradient of the embedding",
+            "temporary",
+            EMBEDDING_COPIES * size,
+            f"{EMBEDDING_COPIES} * {formula}",
+        )
+
+
+def _redistribution(s: _Sizes) -> Iterator[Term]:
+    if s.sparse:
+        size = redistribute_bytes(s.layer(), s.threads_for(8 * s.label * s.config.model.fan_in))
+        yield Term("workspace of redistribute", "workspace", size, "asked of the op")
+
+
+def _validation(s: _Sizes) -> Iterator[Term]:
+    ranking = list(_forward(s, s.evaluated))
+    if s.sparse:
+        size = top_labels_bytes(
+            s.layer(), s.evaluated, RANKS, s.threads_for(s.label * s.config.model.fan_in * s.evaluated)
+        )
+        ranking.append(Term("workspace of top_labels", "workspace", size, "asked of the op"))
+    statistics = Term("label deciles", "statistics", *_of_shape((s.label,), STATISTICS_BYTES))
+    if statistics.bytes > sum(term.bytes for term in ranking):
+        yield statistics
+    else:
+        yield from ranking

@@ -1,0 +1,37 @@
+"""Plans and measurements as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xmlc.memory.plan import PHASES, Plan, Term
+
+MEBIBYTE = 1 << 20
+
+
+def plan_table(plan: Plan, explain: bool) -> str:
+    """Return the peak of each phase, and with ``explain`` every term with its formula."""
+    lines = [f"{'phase':16}{'planned':>14}"]
+    for phase in PHASES:
+        lines.append(f"{phase:16}{mebibytes(plan.bytes(phase)):>14}")
+        if explain:
+            lines += _terms(plan.added[phase])
+    if explain:
+        lines += ["", "held throughout"]
+        lines += _terms(plan.held)
+    binding = plan.binding
+    lines += [
+        "",
+        f"peak {mebibytes(plan.peak_bytes)} in {plan.peak_phase}; the largest part is {binding.name}, "
+        f"{mebibytes(binding.bytes)}",
+    ]
+    return "\n".join(lines)
+
+
+def mebibytes(size: float) -> str:
+    """Return bytes as MiB."""
+    return f"{size / MEBIBYTE:,.1f} MiB"
+
+
+def _terms(terms: Iterable[Term]) -> list[str]:
+    return [f"    {term.name:44}{mebibytes(term.bytes):>14}  {term.formula}" for term in terms]

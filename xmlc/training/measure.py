@@ -1,0 +1,178 @@
+"""Measures the memory of real training steps by phase, beside what was planned."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from xmlc import native
+from xmlc.config import Config
+from xmlc.data import Dataset
+from xmlc.data.dataset import CsrRows
+from xmlc.memory.generated import generated_dataset
+from xmlc.memory.plan import PHASES, Batches, Phase, Plan, plan
+from xmlc.memory.process import PeakWatch, return_large_blocks, usage
+from xmlc.training import phases
+from xmlc.training.prepare import Prepared, prepare
+from xmlc.training.run_folder import RunFolder
+from xmlc.training.trainer import Trainer
+
+ROUNDS = 2
+"""Of steps, redistribution, validation and checkpoint: what the first leaves is there in the second."""
+STEPS = 2  # of a round
+TOLERANCE_SHARE, TOLERANCE_BYTES = 0.05, 8 << 20
+_MEMORY_EVENT = "[memory]"
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes at the peak of one phase, beyond what the process held before the run."""
+
+    phase: Phase
+    planned: int
+    tracked: int
+    """By torch's allocator: tensors and workspaces, no NumPy array."""
+    process: int
+    """Anonymous resident memory."""
+
+    @property
+    def residual(self) -> int:
+        """What the process took more than planned."""
+        return self.process - self.planned
+
+    @property
+    def within(self) -> bool:
+        """Whether plan and process agree within 5 % and 8 MiB."""
+        return abs(self.residual) <= TOLERANCE_SHARE * self.planned + TOLERANCE_BYTES
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured run."""
+
+    plan: Plan
+    phases: tuple[PhaseMemory, ...]
+    before_bytes: int
+    """Anonymous memory of the process before the run: Python, torch, this package."""
+
+
+class MemoryWatch(phases.Stopwatch):
+    """A stopwatch that notes the peak of anonymous memory in each phase as well."""
+
+    def __init__(self, watch: PeakWatch) -> None:
+        super().__init__()
+        self.watch = watch
+        self.peaks: dict[str, int] = {}
+        self.spans: list[tuple[str, int, int]] = []
+        """Phase, start and end in nanoseconds, in order."""
+
+    @contextmanager
+    def phase(self, name: phases.Phase) -> Iterator[None]:
+        """See `Stopwatch.phase`."""
+        with super().phase(name), self.span(name):
+            yield
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note the peak of the body as the phase's, if it is the highest so far."""
+        self.watch.take()
+        started = time.time_ns()
+        try:
+            yield
+        finally:
+            self.spans.append((name, started, time.time_ns()))
+            self.peaks[name] = max(self.peaks.get(name, 0), self.watch.take())
+
+
+def measure(dataset: Dataset, config: Config) -> Measured:
+    """Train a few steps of a data set, redistribute, validate, write a checkpoint, twice; nothing is kept.
+
+    A tiny run goes before, so that libraries that load themselves at first use are not taken for the run's.
+    """
+    eager = {"first_step": 1, "interval_steps": STEPS, "end": 1.0, "decay": "constant"}
+    config = config.model_copy(update={"redistribution": config.redistribution.model_copy(update=eager)})
+    words = 3 if dataset.kind != "dense" else None
+    small = config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"width": 64, "fan_in": 2, "hidden": 8, "direct_fan_in": 0}
+            )
+        }
+    )
+    return_large_blocks()
+    threads = config.training.threads or torch.get_num_threads()
+    torch.set_num_threads(1 if config.training.deterministic else threads)
+    with native.kernel_threads(threads):
+        _run(generated_dataset(64, 16, words, 600), small)
+        return _run(dataset, config)
+
+
+def _run(dataset: Dataset, config: Config) -> Measured:
+    gc.collect()
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        PeakWatch() as watch,
+        tempfile.TemporaryDirectory(prefix="xmlc-profile-") as folder,
+    ):
+        before = usage().anonymous
+        memory = MemoryWatch(watch)
+        with memory.span("load"):
+            prepared = prepare(dataset, config)
+            trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)
+        trainer.stopwatch = memory
+        batches = prepared.train.epoch(0)
+        for _ in range(ROUNDS):
+            for _ in range(STEPS):
+                trainer.step(next(batches))
+            with memory.phase("validation"):
+                trainer.validate()
+            trainer.save()
+        del trainer, batches
+    planned = plan(config, prepared.problem, batches_of(prepared, config))
+    tracked = _tracked_peaks(profiler, memory)
+    return Measured(
+        planned,
+        tuple(
+            PhaseMemory(phase, planned.bytes(phase), tracked.get(phase, 0), memory.peaks[phase] - before)
+            for phase in PHASES
+            if phase in memory.peaks
+        ),
+        before,
+    )
+
+
+def batches_of(prepared: Prepared, config: Config) -> Batches:
+    """Return what the plan asks of a data set's batches."""
+    stream = prepared.train
+    words = float(prepared.problem.feature_count)
+    if isinstance(stream.features, CsrRows):
+        words = len(stream.features.indices) / max(stream.features.rows, 1)
+    return Batches(
+        len(prepared.validation.rows), words, len(stream.labels.indices) / max(stream.labels.rows, 1)
+    )
+
+
+def _tracked_peaks(profiler: profile, memory: MemoryWatch) -> dict[str, int]:
+    """Add up what torch's allocator gave and took, and return the peak of every phase."""
+    assert profiler.profiler is not None, "it has run"
+    events: list[Any] = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == _MEMORY_EVENT
+    ]
+    events.sort(key=lambda event: event.start_ns())
+    times = np.array([event.start_ns() for event in events], np.int64)
+    held = np.cumsum([0, *(event.nbytes() for event in events)])
+    peaks: dict[str, int] = {}
+    for name, start, end in memory.spans:
+        first, last = np.searchsorted(times, [start, end])
+        peaks[name] = max(peaks.get(name, 0), int(held[first : last + 1].max()))
+    return peaks
