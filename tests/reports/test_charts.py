@@ -21,6 +21,7 @@ from xmlc.reports.charts import (
     BarChart,
     Chart,
     LineChart,
+    PointChart,
     Series,
     tick_step,
 )
@@ -156,3 +157,21 @@ def test_stacked_colours_grow_lighter_and_lines_differ_without_colour() -> None:
     greys = [luminance(colour) for colour in RAMP]
     assert greys == sorted(greys)
     assert len({dash for _, dash, _ in LINES}) == len({marker for _, _, marker in LINES}) == len(LINES)
+
+
+def test_named_points_stand_where_their_values_are() -> None:
+    chart = PointChart(
+        "MB", "P@1, %", ((1000.0, 40.0, "ours & <more>"), (500.0, 30.0, "peer"), (0.0, 30.0, "none"))
+    )
+    root = parsed(chart)
+    names = {element.text: element for element in root.iter(f"{SVG}text")}
+    places = {
+        name: (float(names[name].get("x", "")), float(names[name].get("y", "")))
+        for _, _, name in chart.points
+    }
+    assert places["none"][0] == pytest.approx(LEFT + 9)
+    assert places["peer"][0] == pytest.approx((places["none"][0] + places["ours & <more>"][0]) / 2, abs=0.1)
+    assert places["peer"][1] == places["none"][1] > places["ours & <more>"][1]
+    assert titles(chart)[0] == "ours & <more>, MB 1000: 40"
+    colours = [path.get("fill") for path in root.iter(f"{SVG}path") if path.find(f"{SVG}title") is not None]
+    assert colours[0] != colours[1] == colours[2]

@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG.
+"""Line, bar and point charts as SVG.
 
 Colour-blind eyes tell the colours apart, and so does a grey print: lines differ in dash and marker as well,
 bars in lightness. A pointer that rests on a marker or bar is shown its value.
@@ -128,7 +128,29 @@ class BarChart:
         return _svg(label, parts)
 
 
-Chart = LineChart | BarChart
+@dataclass(frozen=True)
+class PointChart:
+    """Named points over two number lines; the first point is drawn to stand out."""
+
+    x: str
+    y: str
+    points: tuple[tuple[float, float, str], ...]  # x, y, name
+
+    def svg(self, label: str) -> str:
+        """Return the chart as an ``<svg>`` element; ``label`` names it to screen readers."""
+        across = _Axis(LEFT, LEGEND, *_rounded(0.0, max(x for x, _, _ in self.points)))
+        ys = [y for _, y, _ in self.points]
+        up = _Axis(BOTTOM, TOP, *_rounded(min(ys), max(ys)))
+        parts = [_frame(across, up, self.x, self.y)]
+        for number, (x, y, name) in enumerate(self.points):
+            colour, _, marker = LINES[min(number, 1)]
+            told = f"{name}, {self.x} {x:g}: {y:.6g}"
+            parts.append(_marker(marker, across.at(x), up.at(y), colour, told))
+            parts.append(_text(across.at(x) + 9, up.at(y) + 4, name))
+        return _svg(label, parts)
+
+
+Chart = LineChart | BarChart | PointChart
 
 
 @dataclass(frozen=True)
