@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import reprlib
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -51,11 +53,34 @@ def temporary_of(path: Path) -> Path:
 
 def sync(path: Path) -> None:
     """Make the content of a file, or the names in a folder, survive a power cut."""
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with the process; on a file system without locks, do nothing."""
+    with _opened(folder) as descriptor:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def remove_dead(folders: Iterable[Path]) -> None:
+    """Remove those of the folders that no process holds: killed ones have left them."""
+    for folder in folders:
+        with suppress(OSError), _opened(folder) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
 
 
 @contextmanager

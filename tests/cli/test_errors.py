@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import problems
@@ -13,6 +14,7 @@ import pytest
 from click.testing import Result
 
 from xmlc import native
+from xmlc.data.reader import files
 
 Xmlc = Callable[..., Result]
 
@@ -227,6 +229,38 @@ def test_lines_that_do_not_fit(
     assert words in refused(xmlc("predict", run, stdin=content))
     (tmp_path / "lines").write_bytes(content)
     assert f"{tmp_path / 'lines'}{words}" in refused(xmlc("predict", run, tmp_path / "lines"))
+
+
+def test_an_endless_line_is_refused_by_its_number(
+    xmlc: Xmlc, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read until memory ran out."""
+    monkeypatch.setattr(files, "LONGEST_LINE_BYTES", 1 << 12)
+    result = xmlc("predict", home / "text run", "-k", 1, stdin=b"good\n" * 1030 + b"x" * 5000)
+    assert result.exit_code == 2
+    assert "1031: a line must be shorter than 4096 bytes, found a longer one" in result.stderr
+    assert len(result.stdout.splitlines()) == 1024
+    fits = xmlc("predict", home / "text run", "-k", 1, stdin=(b"y" * 4095 + b"\n") * 3)
+    assert len(fits.stdout.splitlines()) == 3
+
+
+def test_few_long_lines_are_answered_before_a_thousand_have_come(
+    xmlc: Xmlc, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("xmlc.cli.predict"), "_BYTES_AT_ONCE", 10)
+    result = xmlc("predict", home / "text run", "-k", 1, stdin=b"word1\nword2\n" * 2 + b"\xff\n")
+    assert ":5: must be UTF-8" in result.stderr
+    assert len(result.stdout.splitlines()) == 4
+
+
+def test_a_message_is_one_printable_line_whatever_files_are_called(xmlc: Xmlc, tmp_path: Path) -> None:
+    folder = tmp_path / "a\nb\x1b[31m\u202e"
+    folder.mkdir()
+    (folder / "train.txt").write_text("1\n")
+    line = refused(xmlc("data", "info", folder))
+    assert r"a\nb\x1b[31m\u202e" in line
+    assert line.isprintable()
+    assert all(each.isprintable() for each in xmlc("data", "check", folder).stdout.splitlines())
 
 
 def test_a_line_far_down_is_named_by_its_number(xmlc: Xmlc, home: Path) -> None:

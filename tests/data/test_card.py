@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import xmlc
 from xmlc.data import DataWarning, card, find_card, list_cards, open_dataset
+from xmlc.data.check import check_data
 from xmlc.errors import DataError
 
 Write = Callable[..., Path]
@@ -183,3 +185,16 @@ def test_a_card_lists_files_of_its_own_folder_only(tmp_path: Path, name: str) ->
     (tmp_path / "dataset.toml").write_text(text + f'[files]\n"{name}" = ""\n')
     with pytest.raises(DataError, match=r"dataset\.toml: files\."):
         card.read_card(tmp_path / "dataset.toml")
+
+
+def test_a_pipe_or_folder_among_the_files_of_a_card_is_refused_at_once(write: Write, cache: Path) -> None:
+    """The checksum of a pipe was waited for, for ever; a folder as a card was passed over in silence."""
+    folder = write({**XMC, "dataset.toml": CARD.replace('"train.txt" = ""', f'"other" = "{"0" * 64}"')})
+    os.mkfifo(folder / "other")
+    with pytest.raises(DataError, match="other: must be a regular file, found a pipe"):
+        open_dataset(folder)
+    (folder / "dataset.toml").unlink()
+    (folder / "dataset.toml").mkdir()
+    with pytest.raises(DataError, match=r"dataset\.toml: must be a regular file, found a folder"):
+        open_dataset(folder)
+    assert any("found a folder" in problem for problem in check_data(folder).problems)

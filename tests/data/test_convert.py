@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import shutil
+import signal
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from xmlc.data.reader import DataWarning, read_folder
 from xmlc.data.rows import CsrRows
 from xmlc.data.writer import FORMATS, PARTS, decimals, write_dataset
 from xmlc.errors import DataError
+from xmlc.files import held
 
 Write = Callable[..., Path]
 
@@ -363,3 +367,41 @@ def test_any_data_set_reads_back_or_is_refused(
         assert list(found.train.texts or []) == list(dataset.train.texts or [])
     else:
         assert content_fingerprint(found) == dataset.fingerprint
+
+
+def test_a_killed_conversion_leaves_nothing_that_lasts(tmp_path: Path, write: Write, cache: Path) -> None:
+    """At random moments: the new folder is not there or whole, and the next try removes what was left."""
+    rows = "".join(f"{row % 4} {row % 3}:1.5\n" for row in range(40_000))
+    source = write({"train.txt": f"40000 3 4\n{rows}"})
+    before = (source / "train.txt").read_bytes()
+    convert(source, tmp_path / "whole", "npz")
+    expected = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    moments = random.Random(time.time_ns())
+    for _ in range(8):
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                convert(source, tmp_path / "made", "npz")
+            os._exit(0)
+        time.sleep(moments.uniform(0, 0.4))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if (tmp_path / "made").exists():
+            assert sorted(path.name for path in (tmp_path / "made").iterdir()) == expected
+            shutil.rmtree(tmp_path / "made")
+    convert(source, tmp_path / "made", "npz")
+    assert (source / "train.txt").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "made", "set", "whole"]
+    assert not list(cache.iterdir())
+    assert open_dataset(tmp_path / "made").fingerprint == open_dataset(source).fingerprint
+
+
+def test_what_another_process_still_writes_is_left_alone(tmp_path: Path, write: Write, cache: Path) -> None:
+    for folder in (dead := tmp_path / ".made.1.new", alive := tmp_path / ".made.2.new", cache / "scratch-x"):
+        folder.mkdir(parents=True)
+    others = tmp_path / ".made.2.new.mine"
+    others.mkdir()
+    with held(alive), held(cache / "scratch-x"):
+        convert(write(XMC), tmp_path / "made", "npz")
+        assert (cache / "scratch-x").is_dir()
+    assert (dead.exists(), alive.exists(), others.exists()) == (False, True, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -141,7 +142,22 @@ def test_a_file_that_is_a_folder_is_named(write: Write) -> None:
     run = write(entry(1))
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl: must be readable: Is a directory" in refusal(run)
+    assert "metrics.jsonl: must be readable: it is a link, a folder or a device" in refusal(run)
+
+
+@pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "environment.json", "data.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_pipe_in_the_place_of_a_file_is_refused_at_once(file: str, kind: str, write: Write) -> None:
+    """A stranger's folder could lead to any file of its reader, or never end."""
+    run = write(entry(1))
+    content = (run / file).read_text() if (run / file).exists() else "{}"
+    (run / file).unlink(missing_ok=True)
+    if kind == "link":
+        (run / "elsewhere").write_text(content)
+        (run / file).symlink_to("elsewhere")
+    else:
+        os.mkfifo(run / file)
+    assert "must be" in refusal(run)
 
 
 # ---- anything --------------------------------------------------------------------------------------------

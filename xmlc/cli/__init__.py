@@ -38,7 +38,7 @@ class Group(click.Group):
         try:
             return super().invoke(ctx)
         except XmlcError as error:
-            click.echo(f"xmlc: {error}", err=True)
+            click.echo(f"xmlc: {printable(error)}", err=True)
             number = getattr(error, "signal_number", None)
             ctx.exit(2 if number is None else 128 + number)
         except KeyboardInterrupt:  # before training notes signals itself, and in the other verbs
@@ -48,9 +48,16 @@ class Group(click.Group):
             _drop_output()
             ctx.exit(0)
         except OSError as error:  # stdout on a full disk, for one
-            click.echo(f"xmlc: {error}", err=True)
+            click.echo(f"xmlc: {printable(error)}", err=True)
             _drop_output()
             ctx.exit(2)
+
+
+def printable(message: object) -> str:
+    """Escape what could break the line or steer the terminal; a file's name may hold anything."""
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in str(message)
+    )
 
 
 def _drop_output() -> None:
@@ -60,7 +67,7 @@ def _drop_output() -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    click.echo(f"xmlc: warning: {message}", err=True)
+    click.echo(f"xmlc: warning: {printable(message)}", err=True)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

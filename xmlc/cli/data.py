@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from xmlc.cli import printable
+
 if TYPE_CHECKING:
     from xmlc.data import IndexBase
     from xmlc.data.self_labels import By
@@ -109,7 +111,7 @@ def check(ctx: click.Context, data: str, limit: int, base: IndexBase, as_json: b
     if as_json:
         click.echo(json.dumps(checked.to_json(), indent=2))
     else:
-        click.echo("\n".join(checked.to_lines()))
+        click.echo("\n".join(map(printable, checked.to_lines())))
     ctx.exit(2 if checked.problems else 0)
 
 

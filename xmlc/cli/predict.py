@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import IO
 
 import click
 
 _AT_ONCE = 1024
+_BYTES_AT_ONCE = 1 << 24  # of lines so long that 1,024 of them would be much memory
 
 
 @click.command(name="predict", short_help="Print the best labels for lines of text or features.")
@@ -39,7 +39,7 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
     if wanted < k:
         click.echo(f"xmlc: note: k = {k}, but the run knows {wanted} labels; all of them are given", err=True)
     name = getattr(file, "name", "stdin")
-    for number, lines in _chunks(file):
+    for number, lines in _chunks(file, str(name)):
         answers = predictor.predict(parse_lines(predictor, lines, str(name), number), k)
         for line, predictions in enumerate(answers, number):
             labels = [vars(prediction) for prediction in predictions]
@@ -51,9 +51,18 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
             click.echo(json.dumps({"labels": labels}, ensure_ascii=False).encode())  # UTF-8 in any locale
 
 
-def _chunks(lines: Iterable[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+def _chunks(file: IO[bytes], name: str) -> Iterator[tuple[int, list[bytes]]]:
     """Yield runs of lines with the number of their first, so that a pipe is answered as it comes."""
-    iterator, number = iter(lines), 1
-    while chunk := list(islice(iterator, _AT_ONCE)):
+    from xmlc.data.reader.files import LONGEST_LINE_BYTES, check_length
+
+    chunk: list[bytes] = []
+    number, length = 1, 0
+    while line := file.readline(LONGEST_LINE_BYTES + 1):
+        check_length(len(line), f"{name}:{number + len(chunk)}")
+        chunk.append(line)
+        length += len(line)
+        if len(chunk) == _AT_ONCE or length >= _BYTES_AT_ONCE:
+            yield number, chunk
+            number, chunk, length = number + len(chunk), [], 0
+    if chunk:
         yield number, chunk
-        number += len(chunk)

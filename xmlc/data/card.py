@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import os
 import reprlib
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import xmlc
 from xmlc.config import parse_toml
 from xmlc.data.dataset import DEFAULT_PROPENSITY_A, DEFAULT_PROPENSITY_B, Dataset
+from xmlc.data.reader.files import is_file
 from xmlc.errors import DataError
 
 CARD_NAME = "dataset.toml"
@@ -165,9 +167,8 @@ def card_of(folder: Path) -> Card | None:
     Raises:
         DataError: The card is malformed.
     """
-    inside = folder / CARD_NAME
-    if inside.is_file():
-        return read_card(inside)
+    if has_card(folder):
+        return read_card(folder / CARD_NAME)
     known = cards_folder() / folder.name / CARD_NAME
     return read_card(known) if known.is_file() else None
 
@@ -188,13 +189,27 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def has_card(folder: Path) -> bool:
+    """Return whether a folder holds a card.
+
+    Raises:
+        DataError: There is something else in its place.
+    """
+    return is_file(folder / CARD_NAME)
+
+
 def wrong_files(card: Card, folder: Path) -> Iterator[str]:
     """Yield everything that `check_files` refuses."""
     for name, expected in card.files.items():
         if not expected:
             continue
         try:
+            if not is_file(folder / name):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             found = sha256(folder / name)
+        except DataError as error:  # such as a pipe, which might never end
+            yield str(error)
+            continue
         except OSError as error:
             yield f"{folder / name}: must be readable, found: {error.strerror}; get it again: {card.obtain}"
             continue

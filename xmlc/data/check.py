@@ -95,7 +95,7 @@ class _Noting(Reading):
 def _read(folder: Path, scratch_folder: Path, noting: _Noting) -> Dataset | None:
     """Read the folder as one data set; where that ends early, read each file for itself."""
     try:
-        card = cards.read_card(folder / cards.CARD_NAME) if (folder / cards.CARD_NAME).is_file() else None
+        card = cards.read_card(folder / cards.CARD_NAME) if cards.has_card(folder) else None
         for problem in () if card is None else cards.wrong_files(card, folder):
             noting.refuse(DataError(problem))
     except DataError as error:

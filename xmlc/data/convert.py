@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from xmlc.data.reader.files import GRADED, find
 from xmlc.data.store import scratch_folder
 from xmlc.data.writer import LF_FILES, PARTS, Format, Records, write_dataset
 from xmlc.errors import DataError
-from xmlc.files import reason, replacing, sync
+from xmlc.files import held, reason, remove_dead, replacing, sync
 
 
 def convert(
@@ -76,7 +77,7 @@ def read_source(folder: Path, scratch: Path, reading: Reading) -> tuple[Dataset,
         DataError: The folder is malformed, or does not fit the checksums of its own card.
     """
     card = cards.card_of(folder)
-    if card is not None and (folder / cards.CARD_NAME).is_file():
+    if card is not None and cards.has_card(folder):
         cards.check_files(card, folder)
     return read_folder(folder, scratch, reading), card
 
@@ -145,9 +146,11 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise DataError(f"{target}: must not be there yet, found it; choose another place or remove it")
     fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
+        remove_dead(path for path in target.parent.iterdir() if _is_unfinished(path, target))
         fresh.mkdir()
         try:
-            yield fresh
+            with held(fresh):
+                yield fresh
             for path in fresh.iterdir():
                 sync(path)
             sync(fresh)
@@ -159,6 +162,11 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise DataError(
             f"{target}: must be writable and have room, found: {reason(error)}; choose another place"
         ) from None
+
+
+def _is_unfinished(path: Path, target: Path) -> bool:
+    """Return whether `new_folder` of some process made ``path`` for ``target``."""
+    return re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9]+\.new", path.name) is not None
 
 
 def new_file(path: Path, lines: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from xmlc.data.dataset import Dataset, Features, Split, arrays_of, content_finge
 from xmlc.data.reader import DataWarning, read_folder, source_files
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
-from xmlc.files import parse_json, reason, sync
+from xmlc.files import held, parse_json, reason, remove_dead, sync
 
 STORE_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -61,7 +61,7 @@ def open_dataset(source: str | Path, *, cache: Path | None = None) -> Dataset:
     repaired: list[str] = []
 
     def build(scratch: Path) -> Stored:
-        if card is not None and (folder / cards.CARD_NAME).is_file():
+        if card is not None and cards.has_card(folder):
             cards.check_files(card, folder)
         dataset = read_folder(folder, scratch)
         if {"sources": _stamps(source_files(folder))} != key:
@@ -106,8 +106,12 @@ def scratch_folder() -> Iterator[Path]:
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="scratch-") as folder:
-            yield Path(folder)
+        with ExitStack() as stack:
+            with held(cache):  # between making a folder and holding it, others must not take it for dead
+                remove_dead(cache.glob("scratch-*"))
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache, prefix="scratch-")))
+                stack.enter_context(held(folder))
+            yield folder
     except OSError as error:  # readers and writers of other places have made theirs a DataError
         raise _unwritable(cache, error) from None
 

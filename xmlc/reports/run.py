@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xmlc.config import Fraction, parse_toml
 from xmlc.errors import CheckpointError
-from xmlc.files import parse_json
+from xmlc.files import open_regular, parse_json, reason
 
 CONFIG, ENVIRONMENT, DATA, METRICS = "config.toml", "environment.json", "data.json", "metrics.jsonl"
 
@@ -182,11 +182,12 @@ def _parsed(where: str, kind: type[R], text: str) -> R:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        with open_regular(file) as stream:  # in a stranger's folder a link could lead anywhere
+            return stream.read().decode()
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise CheckpointError(
             f"{file}:{line}: must be UTF-8 text, found other bytes; restore the file"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{file}: must be readable: {error.strerror}; check the folder") from None
+        raise CheckpointError(f"{file}: must be readable: {reason(error)}; check the folder") from None

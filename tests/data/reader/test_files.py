@@ -110,7 +110,7 @@ def test_another_encoding_is_refused_at_its_line(write: Write) -> None:
 
 def test_an_endless_line_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK_BYTES", 4)
-    monkeypatch.setattr(files, "_LONGEST_LINE_BYTES", 16)
+    monkeypatch.setattr(files, "LONGEST_LINE_BYTES", 16)
     folder = write({"a.txt": "ab\n" + "x" * 100})
     with pytest.raises(DataError, match=r"a\.txt:2: a line must be shorter than 16 bytes"):
         list(line_blocks(folder / "a.txt"))

@@ -17,7 +17,7 @@ from xmlc.errors import DataError
 
 GRADED = "relevance of a label other than 0 and 1"
 _BLOCK_BYTES = 1 << 19  # what is made of a block stays in the second-level cache
-_LONGEST_LINE_BYTES = 1 << 28
+LONGEST_LINE_BYTES = 1 << 28
 _NEWLINE = ord("\n")
 
 _KINDS = (
@@ -87,7 +87,7 @@ def find(folder: Path, name: str) -> Path | None:
         DataError: Both are there, or what is there is no regular file.
     """
     names = (name,) if name.endswith((".npy", ".npz")) else (name, f"{name}.gz")
-    paths = [path for each in names if _is_file(path := folder / each)]
+    paths = [path for each in names if is_file(path := folder / each)]
     if len(paths) > 1:
         raise DataError(
             f"{folder}: must hold one of {paths[0].name} and {paths[1].name}, found both; remove one"
@@ -95,7 +95,12 @@ def find(folder: Path, name: str) -> Path | None:
     return paths[0] if paths else None
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Return whether a file is there.
+
+    Raises:
+        DataError: What is there is no regular file, or leads to none.
+    """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -152,11 +157,7 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 length += len(chunk)
                 if not end:
                     parts.append(chunk)
-                    if length > _LONGEST_LINE_BYTES:
-                        raise DataError(
-                            f"{path}:{line}: a line must be shorter than {_LONGEST_LINE_BYTES} bytes, "
-                            "found a longer one; write one instance per line"
-                        )
+                    check_length(length, f"{path}:{line}")
                     continue
                 block = b"".join((*parts, chunk[:end]))
                 parts, length = [chunk[end:]], len(chunk) - end
@@ -173,6 +174,19 @@ def line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         ) from None
     if rest := b"".join(parts):
         yield line, rest + b"\n"
+
+
+def check_length(length: int, where: str) -> None:
+    """Check the bytes of a line, of which memory takes some multiple.
+
+    Raises:
+        DataError: There are too many.
+    """
+    if length > LONGEST_LINE_BYTES:
+        raise DataError(
+            f"{where}: a line must be shorter than {LONGEST_LINE_BYTES} bytes, found a longer one; write one "
+            "instance per line"
+        )
 
 
 def line_count(block: bytes) -> int:
