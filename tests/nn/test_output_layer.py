@@ -371,3 +371,31 @@ def test_tensors_are_the_layer_itself() -> None:
         "state.bias_second",
     }
     assert tensors["weight"].data_ptr() == layer.weight.data_ptr()
+
+
+@every_loss
+@pytest.mark.parametrize(("weight_dtype", "group_size"), [("float32", 1), ("bfloat16", 1), ("float32", 16)])
+def test_evaluation_is_a_step_that_changes_nothing(
+    loss_kind: Any, weight_dtype: str, group_size: int
+) -> None:
+    layer = sparse_layer(weight_dtype=weight_dtype, group_size=group_size, loss=LossConfig(kind=loss_kind))
+    before = {name: value.clone() for name, value in layer.tensors().items()}
+    versions = [value._version for value in layer.tensors().values()]
+    loss, gradient = layer.evaluate(features(), positives(), gradient=True)
+    alone, nothing = layer.evaluate(features(), positives(), gradient=False)
+    assert all(torch.equal(value, before[name]) for name, value in layer.tensors().items())
+    assert [value._version for value in layer.tensors().values()] == versions
+    expected, step_gradient = layer.step(features(), positives(), 0.1, 1)
+    assert torch.equal(loss, expected) and torch.equal(alone, expected)
+    assert torch.equal(gradient, step_gradient)
+    assert not nothing.any()
+
+
+def test_evaluation_of_a_layer_that_goes_by_strips_of_inputs_equals_its_step() -> None:
+    wide = ModelConfig(width=9000, weight_init="fan_in")
+    zeros = torch.zeros(LABELS)
+    layer = SparseOutput(LABELS, wide, LossConfig(), OptimizerConfig(), zeros, None, 1, generator())
+    inputs = torch.randn(9000, BATCH, generator=generator(2))
+    alone, nothing = layer.evaluate(inputs, positives(), gradient=False)
+    assert torch.equal(alone, layer.step(inputs, positives(), 0.1, 1)[0])
+    assert not nothing.any()
