@@ -254,7 +254,7 @@ def test_two_losses_in_one_graph_are_refused() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     layer, z = head(), embeddings()
-    with pytest.raises(XmlcError, match="must be differentiated once, found create_graph=True"):
+    with pytest.raises(XmlcError, match="the loss: must be differentiated once, found create_graph=True"):
         torch.autograd.grad(layer(z, ROWS).loss, z, create_graph=True)
     assert int(layer.steps) == 0
 

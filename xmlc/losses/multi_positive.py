@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from xmlc.data.ragged import RaggedLabels, ragged_rows
 from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError
 from xmlc.losses.tiles import Pairs, RowSums, Scores, gradients, row_losses
+from xmlc.ops.checks import differentiated_once
 from xmlc.parallel import Workers
 
 Kind = Literal["decoupled_softmax", "softmax", "sigmoid"]
@@ -143,8 +143,8 @@ class _Loss(torch.autograd.Function):
         return workers.sum(loss) if by_row else loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        differentiated_once("multi_positive_loss: the loss")
         queries, keys, scale, bias, *sums = ctx.saved_tensors
         pairs, kind, tile, split, by_row = ctx.rest
         scores = Scores(kind, queries, keys, pairs, scale, bias, tile)

@@ -17,6 +17,7 @@ from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError, WorkerError, XmlcError
 from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
 from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
+from xmlc.ops.checks import differentiated_once
 from xmlc.parallel import Workers
 
 
@@ -409,12 +410,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if (
-            torch.is_grad_enabled()
-        ):  # by create_graph; once_differentiable would take our result for a constant
-            raise XmlcError(
-                "SparseHead: the loss must be differentiated once, found create_graph=True; leave it out"
-            )
+        differentiated_once("SparseHead: the loss")
         (features,) = ctx.saved_tensors
         head, positives, own, workers, update, versions = ctx.rest
         if head._versions() != versions:

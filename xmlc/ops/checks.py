@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmlc.errors import NativeError
+from xmlc.errors import NativeError, XmlcError
 
 GROUP_SIZES = (1, 16, 32, 64)
 INDEX_DTYPES = (torch.uint16, torch.int32)
@@ -134,6 +134,18 @@ def absent_layer(
         "group_size": group_size,
         "fan_in": fan_in,
     }
+
+
+def differentiated_once(where: str) -> None:
+    """Refuse ``create_graph=True``; called in a backward pass.
+
+    torch's ``once_differentiable`` takes the gradients for constants where the loss is the end of the graph.
+
+    Raises:
+        XmlcError: A graph of the gradients was asked for.
+    """
+    if torch.is_grad_enabled():
+        raise XmlcError(f"{where}: must be differentiated once, found create_graph=True; leave it out")
 
 
 def written(*tensors: Tensor) -> None:
