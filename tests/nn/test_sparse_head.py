@@ -412,8 +412,13 @@ NAN = torch.full((BATCH, HIDDEN), math.nan)
         (torch.zeros(BATCH, HIDDEN, dtype=torch.int64), ROWS, r"found torch.int64 \[5, 6\]"),
         (torch.zeros(BATCH, HIDDEN, device="meta"), ROWS, "on the head's device cpu, found .* on meta"),
         (np.zeros((BATCH, HIDDEN)), ROWS, "found ndarray"),
-        (NAN, ROWS, "embeddings must be finite, found NaN or infinity"),
+        (NAN, ROWS, "embeddings must be finite in float32, found NaN or infinity"),
         (NAN.nan_to_num(nan=math.inf), ROWS, "embeddings must be finite"),
+        (
+            torch.full((BATCH, HIDDEN), 1e300, dtype=torch.float64),
+            ROWS,
+            "embeddings must be finite in float32",
+        ),
     ],
 )
 @pytest.mark.parametrize("fused", [True, False])

@@ -264,10 +264,10 @@ class SparseHead(nn.Module):
             found = f"{embeddings.dtype} {list(embeddings.shape)}"
             fits = embeddings.dim() == 2 and embeddings.shape[0] > 0 and embeddings.shape[1] == self.hidden
             if fits and embeddings.is_floating_point() and embeddings.device == self.device:
-                if _finite(embeddings):
+                if _finite(embeddings.float()):
                     return
                 raise DataError(
-                    "SparseHead: embeddings must be finite, found NaN or infinity; lower the learning rate, "
+                    "SparseHead: embeddings must be finite in float32, found NaN or infinity; lower the learning rate, "
                     "or look for the layer that makes them"
                 )
             found += f" on {embeddings.device}"
