@@ -267,8 +267,8 @@ class SparseHead(nn.Module):
                 if _finite(embeddings.float()):
                     return
                 raise DataError(
-                    "SparseHead: embeddings must be finite in float32, found NaN or infinity; lower the learning rate, "
-                    "or look for the layer that makes them"
+                    "SparseHead: embeddings must be finite in float32, found NaN or infinity; lower the "
+                    "learning rate, or look for the layer that makes them"
                 )
             found += f" on {embeddings.device}"
         raise DataError(
