@@ -90,10 +90,24 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
     Raises:
         OSError: There is none, it cannot be read, or it is something else.
     """
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError("it is a link, a folder or a device, not a plain file")
+    _check_plain(path)
     with path.open("rb") as stream:
         yield stream
+
+
+def check_writable(path: Path) -> None:
+    """Check before a file is opened to write in place that it is a plain one, or not there yet.
+
+    Raises:
+        OSError: It is something else.
+    """
+    with suppress(FileNotFoundError):
+        _check_plain(path)
+
+
+def _check_plain(path: Path) -> None:
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(f"{path.name} is a link, a folder or a device, not a plain file")
 
 
 def reason(error: OSError) -> str:

@@ -385,7 +385,7 @@ def test_a_link_in_the_place_of_a_file_is_refused(saved: Path, tmp_path: Path, f
     (saved / file).rename(tmp_path / "elsewhere")
     (saved / file).symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(CheckpointError, match=rf"{file}: must be readable, found: it is a link"):
+    with pytest.raises(CheckpointError, match=rf"{file}: must be readable, found: {file} is a link"):
         read_checkpoint(saved)
 
 
@@ -403,7 +403,7 @@ def test_a_pointer_that_is_a_link_is_refused(tmp_path: Path) -> None:
     checkpoints.save("step-1", OLD, {})
     (tmp_path / "best").symlink_to("latest")
 
-    with pytest.raises(CheckpointError, match="best: must be readable, found: it is a link"):
+    with pytest.raises(CheckpointError, match="best: must be readable, found: best is a link"):
         checkpoints.best()
 
 
@@ -584,6 +584,23 @@ def test_keep_never_removes_the_latest_or_the_best(tmp_path: Path) -> None:
     checkpoints.keep(last=1)
 
     assert checkpoints.names() == ["step-2", "step-4", "step-5"]
+
+
+def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
+    """Data without a manifest beside it, and an old checkpoint, would have been."""
+    for folder in (mine := tmp_path / "mine", old := tmp_path / "old"):
+        write_checkpoint(folder, OLD, {})
+    (mine / "manifest.json").unlink()
+    checkpoints = CheckpointFolder(tmp_path / "run")
+    checkpoints.create()
+    (tmp_path / "run" / "mine").symlink_to(mine)
+    (tmp_path / "run" / "step-0").symlink_to(old)
+    for name in ("step-1", "step-2"):
+        checkpoints.save(name, OLD, {})
+        checkpoints.keep()
+    assert checkpoints.names() == ["step-0", "step-2"]
+    assert (mine / "tensors-0.safetensors").exists()
+    read_checkpoint(old)
 
 
 def test_saving_a_name_again_replaces_it(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_file_that_is_a_folder_is_named(write: Write) -> None:
     run = write(entry(1))
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl: must be readable: it is a link, a folder or a device" in refusal(run)
+    assert "metrics.jsonl: must be readable: metrics.jsonl is a link, a folder or a device" in refusal(run)
 
 
 @pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "environment.json", "data.json"])

@@ -435,6 +435,36 @@ def test_a_damaged_description_of_the_data_is_refused(
         train(problems.dataset(), resume=True)
 
 
+@pytest.mark.parametrize("file", [".lock", "metrics.jsonl", "train.log", "data.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_written_through_a_link_and_no_pipe_is_waited_for(
+    file: str, kind: str, stopped: Path, train: Train, tmp_path: Path
+) -> None:
+    """A stranger's run: the lock once emptied the file that a link led to, the log was added to it."""
+    mine = tmp_path / "mine"
+    mine.write_bytes((stopped / file).read_bytes() if file == "data.json" else b"mine\n")
+    before = mine.read_bytes()
+    (stopped / file).unlink(missing_ok=True)
+    if kind == "link":
+        (stopped / file).symlink_to(mine)
+    else:
+        os.mkfifo(stopped / file)
+    with pytest.raises(CheckpointError, match=rf"{file} is a link, a folder or a device|must say what data"):
+        train(problems.dataset(), resume=True)
+    assert mine.read_bytes() == before
+
+
+def test_no_checkpoint_is_written_or_removed_through_a_link(
+    stopped: Path, train: Train, tmp_path: Path
+) -> None:
+    (stopped / "checkpoints").rename(tmp_path / "elsewhere")
+    (stopped / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    before = sorted((tmp_path / "elsewhere").rglob("*"))
+    with pytest.raises(CheckpointError, match="checkpoints: must be a folder, found a link; put the folder"):
+        train(problems.dataset(), resume=True)
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == before
+
+
 def test_a_damaged_checkpoint_is_refused(stopped: Path, train: Train) -> None:
     (data,) = (stopped / "checkpoints").glob("*/tensors-*.safetensors")
     damaged = bytearray(data.read_bytes())

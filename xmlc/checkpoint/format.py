@@ -250,7 +250,8 @@ class CheckpointFolder:
         self.create()
         with writing(self.root):
             for folder in self.root.iterdir():
-                _clean(folder)
+                if not folder.is_symlink():  # what lies elsewhere is not this run's to remove
+                    _clean(folder)
             for pointer in (LATEST, BEST):
                 temporary_of(self.root / pointer).unlink(missing_ok=True)
         write_checkpoint(self.root / name, tensors, metadata)
@@ -305,7 +306,7 @@ class CheckpointFolder:
         names = self.names()
         protected = {self.latest(), self.best()}
         for folder in (self.root / name for name in names[: max(len(names) - last, 0)]):
-            if folder in protected:
+            if folder in protected or folder.is_symlink():
                 continue
             with writing(folder):
                 (folder / MANIFEST).unlink()

@@ -28,7 +28,7 @@ from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.evaluation.predict import CHECKPOINTS
-from xmlc.files import parse_json, reason, sync, temporary_of, write_atomic
+from xmlc.files import check_writable, open_regular, parse_json, reason, sync, temporary_of, write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
     "config.toml",
@@ -137,7 +137,8 @@ class RunFolder:
                     f"where it began with {began_with!r}; start a new run to change it"
                 )
         try:
-            began = parse_json((self.path / DATA).read_bytes())["fingerprint"]
+            with open_regular(self.path / DATA) as stream:
+                began = parse_json(stream.read())["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path / DATA}: must say what data the run began on, found {error!r}; "
@@ -167,6 +168,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            check_writable(self.path / LOCK)
             handle = (self.path / LOCK).open("w")
         except FileExistsError:
             raise CheckpointError(
@@ -184,6 +186,11 @@ class RunFolder:
                     f"{self.path}: one process may train into a run folder, found another at it; "
                     "wait for it or choose another --out"
                 ) from None
+            if self.checkpoints.root.is_symlink():  # old checkpoints are removed in it
+                raise CheckpointError(
+                    f"{self.checkpoints.root}: must be a folder, found a link; put the folder there, or link "
+                    "the whole run folder"
+                )
             self._lock = handle
             try:
                 yield
@@ -227,6 +234,7 @@ class RunFolder:
 
     def _append(self, file: str, line: str, flush: bool) -> None:
         try:
+            check_writable(self.path / file)
             with (self.path / file).open("a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
                 if flush:
@@ -243,10 +251,18 @@ class RunFolder:
         """Return the lines of metrics so far; without the last where a crash has cut it short.
 
         Raises:
-            CheckpointError: A line is not what `record` writes.
+            CheckpointError: The file cannot be read, or a line is not what `record` writes.
         """
         file = self.path / METRICS
-        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        try:
+            with open_regular(file) as stream:
+                lines = stream.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{file}: must be readable: {reason(error)}; put it back from a copy, or start a new run"
+            ) from None
         return [_metrics_entry(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
 
     def check_nothing_lost(self) -> None:
