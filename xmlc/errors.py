@@ -23,3 +23,7 @@ class NativeError(XmlcError):
 
 class WorkerError(XmlcError):
     """Another worker of a distributed run stopped, or the workers do not agree."""
+
+
+class OutOfMemoryError(XmlcError):
+    """An allocation failed; the message says which, and what would fit."""

@@ -25,6 +25,8 @@ from xmlc.config import PRESETS
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train: training.device.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its latest checkpoint.")
+@click.option("--budget", metavar="SIZE", help="Memory to fit settings into, e.g. 4GiB.")
+@click.option("--enforce", is_flag=True, help="Make the budget a hard limit.")
 def command(
     data: str,
     run: Path,
@@ -35,6 +37,8 @@ def command(
     paper_protocol: bool,
     device: str | None,
     resume: bool,
+    budget: str | None,
+    enforce: bool,
 ) -> None:
     """Train on DATA, a folder or the name of a known data set (`xmlc data list`).
 
@@ -46,5 +50,15 @@ def command(
         overrides = (*overrides, "training.paper_protocol=true")
     if device is not None:
         overrides = (*overrides, f"training.device={device}")
-    train(data, out=run, config=file, recipe=recipe, preset=preset, overrides=overrides, resume=resume)
+    train(
+        data,
+        out=run,
+        config=file,
+        recipe=recipe,
+        preset=preset,
+        overrides=overrides,
+        resume=resume,
+        budget=budget,
+        enforce=enforce,
+    )
     click.echo(str(run))

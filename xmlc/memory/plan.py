@@ -1,7 +1,7 @@
 """The bytes that a run will hold, tensor by tensor and phase by phase, before anything is allocated.
 
-Counted is what a training process holds beyond an interpreter with this package imported. Native workspaces are
-not guessed: the ops are asked. `docs/memory.md` has the formulas.
+Counted is what a training process holds beyond an interpreter with this package imported. Native workspaces
+are not guessed: the ops are asked. `docs/memory.md` has the formulas.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from xmlc.config import Config
+from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.nn.dense import BLOCK_BYTES
 from xmlc.nn.model import Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE
@@ -30,9 +31,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 Category = Literal["weights", "optimizer", "statistics", "batch", "workspace", "temporary"]
 
 RANKS = 5
-EVALUATION_BATCH = 256
 STATISTICS_BYTES = 17
-"""Bytes for each label while deciles are cut: counts int32, order int64 and half of that to sort it, decile."""
+"""Bytes for each label while deciles are cut: counts int32, order int64, half of that to sort it, decile."""
 EMBEDDING_COPIES = 7
 """Of the rows that a batch touches: gradient by entry, coalesced, moments and their changes."""
 
@@ -96,8 +96,8 @@ class Plan:
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     """Plan a run on the CPU.
 
-    The peak of the dense and bottleneck outputs is planned like the sparse one's, with their logits of a block
-    in the place of the workspace. ``label_instances`` of the problem is not read: only its length counts.
+    The peak of the dense and bottleneck outputs is planned like the sparse one's, with their logits of a
+    block in the place of the workspace. The problem's ``label_instances`` are not read: their number counts.
     """
     sizes = _Sizes(config, problem, batches)
     return Plan(

@@ -38,20 +38,28 @@ class Usage:
 
 
 def usage() -> Usage:
-    """Read what the process holds now.
-
-    Raises:
-        ConfigError: The system has no /proc as Linux has it.
-    """
+    """Read what the process holds now; zeros where the system has no /proc as Linux has it."""
     try:
         lines = _STATUS.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"memory: measuring needs Linux's {_STATUS}, found: {error.strerror}") from None
+    except OSError:
+        return Usage(0, 0, 0, 0)
     found = dict(line.split(":", 1) for line in lines)
     anonymous, file, peak, data = (
         int(found[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile", "VmHWM", "VmData")
     )
     return Usage(anonymous, file, peak, data)
+
+
+def require_linux() -> None:
+    """Require what measuring and limits rest on.
+
+    Raises:
+        ConfigError: The system has no /proc as Linux has it.
+    """
+    if not _STATUS.exists():
+        raise ConfigError(
+            f"memory: measuring and limits need Linux's {_STATUS}, found none; plan without them"
+        )
 
 
 class PeakWatch:
@@ -104,8 +112,9 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
     torch's threads are started first: their stacks count, and one that is refused would end the process.
 
     Raises:
-        ConfigError: The system allows less already.
+        ConfigError: The system allows less already, or is not Linux.
     """
+    require_linux()
     torch.ones(1 << 20).sum()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = usage().data + budget_bytes

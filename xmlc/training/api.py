@@ -11,6 +11,7 @@ from xmlc.data import Dataset, open_dataset
 from xmlc.data.card import recipe_of
 from xmlc.errors import ConfigError
 from xmlc.evaluation import Predictor, load
+from xmlc.memory.budget import parse_bytes
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.trainer import train_into
 
@@ -24,6 +25,8 @@ def train(
     recipe: bool = False,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    budget: str | int | None = None,
+    enforce: bool = False,
 ) -> Predictor:
     """Train on a data set into the run folder ``out`` and return the best model.
 
@@ -35,6 +38,9 @@ def train(
         recipe: Start from the data set's committed recipe instead of a preset.
         overrides: ``section.key=value`` strings on top.
         resume: Continue from the latest checkpoint with the run's own settings.
+        budget: Memory that the process may have, in bytes or as ``4GiB``; settings are made smaller, in
+            the order of `xmlc.memory.budget.fit`, until their plan fits.
+        enforce: Make the budget a hard limit.
 
     Raises:
         XmlcError: Data, settings or folder do not fit, or training was interrupted.
@@ -54,5 +60,7 @@ def train(
         source = config.model_dump()
     else:
         source = Path(config) if isinstance(config, str | Path) else config
-    train_into(run, dataset, load_config(source, overrides, preset or "default"), resume=resume)
+    settings = load_config(source, overrides, preset or "default")
+    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+    train_into(run, dataset, settings, resume=resume, budget_bytes=budget_bytes, enforce=enforce)
     return load(run)

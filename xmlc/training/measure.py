@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from xmlc import native
 from xmlc.config import Config
 from xmlc.data import Dataset
-from xmlc.data.dataset import CsrRows
+from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.memory.generated import generated_dataset
-from xmlc.memory.plan import PHASES, Batches, Phase, Plan, plan
-from xmlc.memory.process import PeakWatch, return_large_blocks, usage
+from xmlc.memory.plan import PHASES, Phase, Plan, plan
+from xmlc.memory.process import PeakWatch, require_linux, return_large_blocks, usage
 from xmlc.training import phases
-from xmlc.training.prepare import Prepared, prepare
+from xmlc.training.prepare import batches_of, prepare
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.trainer import Trainer
 
@@ -94,6 +95,11 @@ class MemoryWatch(phases.Stopwatch):
             self.peaks[name] = max(self.peaks.get(name, 0), self.watch.take())
 
 
+def batches_to_measure(config: Config) -> tuple[int, int]:
+    """Return how many instances to train on, and to validate on, `measure` makes use of."""
+    return (ROUNDS * STEPS + 1) * config.training.batch_size, EVALUATION_BATCH
+
+
 def measure(dataset: Dataset, config: Config) -> Measured:
     """Train a few steps of a data set, redistribute, validate, write a checkpoint, twice; nothing is kept.
 
@@ -109,6 +115,7 @@ def measure(dataset: Dataset, config: Config) -> Measured:
             )
         }
     )
+    require_linux()
     return_large_blocks()
     threads = config.training.threads or torch.get_num_threads()
     torch.set_num_threads(1 if config.training.deterministic else threads)
@@ -130,7 +137,7 @@ def _run(dataset: Dataset, config: Config) -> Measured:
             prepared = prepare(dataset, config)
             trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)
         trainer.stopwatch = memory
-        batches = prepared.train.epoch(0)
+        batches = chain.from_iterable(map(prepared.train.epoch, count()))  # small sets have few batches
         for _ in range(ROUNDS):
             for _ in range(STEPS):
                 trainer.step(next(batches))
@@ -138,7 +145,7 @@ def _run(dataset: Dataset, config: Config) -> Measured:
                 trainer.validate()
             trainer.save()
         del trainer, batches
-    planned = plan(config, prepared.problem, batches_of(prepared, config))
+    planned = plan(config, prepared.problem, batches_of(prepared))
     tracked = _tracked_peaks(profiler, memory)
     return Measured(
         planned,
@@ -151,23 +158,10 @@ def _run(dataset: Dataset, config: Config) -> Measured:
     )
 
 
-def batches_of(prepared: Prepared, config: Config) -> Batches:
-    """Return what the plan asks of a data set's batches."""
-    stream = prepared.train
-    words = float(prepared.problem.feature_count)
-    if isinstance(stream.features, CsrRows):
-        words = len(stream.features.indices) / max(stream.features.rows, 1)
-    return Batches(
-        len(prepared.validation.rows), words, len(stream.labels.indices) / max(stream.labels.rows, 1)
-    )
-
-
 def _tracked_peaks(profiler: profile, memory: MemoryWatch) -> dict[str, int]:
     """Add up what torch's allocator gave and took, and return the peak of every phase."""
-    assert profiler.profiler is not None, "it has run"
-    events: list[Any] = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == _MEMORY_EVENT
-    ]
+    results: Any = profiler.profiler and profiler.profiler.kineto_results
+    events = [event for event in results.events() if event.name() == _MEMORY_EVENT]
     events.sort(key=lambda event: event.start_ns())
     times = np.array([event.start_ns() for event in events], np.int64)
     held = np.cumsum([0, *(event.nbytes() for event in events)])

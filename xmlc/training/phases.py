@@ -26,13 +26,17 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self.current: Phase | None = None
+        """The phase that runs, or that an exception has left."""
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Count the body to a phase, also where it ends in an exception."""
         started = time.perf_counter()
+        self.current = name
         try:
             yield
+            self.current = None
         finally:
             self.seconds[name] += time.perf_counter() - started
 

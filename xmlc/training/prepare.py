@@ -16,6 +16,7 @@ from xmlc.data.rows import CsrRows, Int64, concatenate_rows
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
+from xmlc.memory.plan import Batches
 from xmlc.nn import Problem, Similarity
 from xmlc.sparsity import DirectStart, direct_connectivity
 
@@ -118,6 +119,17 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
         vectorizer=vectorizer,
         direct=direct,
         similarity=similarity,
+    )
+
+
+def batches_of(prepared: Prepared) -> Batches:
+    """Return what the plan of memory asks of a data set's batches."""
+    stream = prepared.train
+    words = float(prepared.problem.feature_count)
+    if isinstance(stream.features, CsrRows):
+        words = len(stream.features.indices) / max(stream.features.rows, 1)
+    return Batches(
+        len(prepared.validation.rows), words, len(stream.labels.indices) / max(stream.labels.rows, 1)
     )
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +21,10 @@ from xmlc.config import Config
 from xmlc.data import Batch, Dataset
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
 from xmlc.evaluation import evaluate_model
-from xmlc.memory.process import return_large_blocks
+from xmlc.memory.budget import BudgetError, fit, needed_bytes
+from xmlc.memory.exhausted import Facts, explained
+from xmlc.memory.process import hard_limit, return_large_blocks, usage
+from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
 from xmlc.nn import Model
 from xmlc.nn.output_layer import SparseOutput
@@ -30,7 +33,7 @@ from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
-from xmlc.training.prepare import Prepared, prepare
+from xmlc.training.prepare import Prepared, batches_of, prepare
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
@@ -442,39 +445,104 @@ def data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def train_into(
-    folder: Path, dataset: Dataset, config: Config, *, resume: bool = False, cache: Path | None = None
+    folder: Path,
+    dataset: Dataset,
+    config: Config,
+    *,
+    resume: bool = False,
+    cache: Path | None = None,
+    budget_bytes: int | None = None,
+    enforce: bool = False,
 ) -> Trainer:
     """Train a data set into a run folder and return the finished trainer.
 
+    Args:
+        folder: Run folder.
+        dataset: What to train on.
+        config: Settings; with a budget, those to start from (`xmlc.memory.budget.fit`).
+        resume: Go on from the latest checkpoint; a budget then changes nothing, it is only checked.
+        cache: Folder of the stores.
+        budget_bytes: Anonymous memory that the whole process may have; None plans nothing.
+        enforce: Make the budget a hard limit (`hard_limit`).
+
     Raises:
         StoppedBySignalError: SIGINT or SIGTERM; the run can be resumed.
+        OutOfMemoryError: Memory ran out; the last checkpoint is whole.
         XmlcError: Data, config or folder do not fit.
     """
     if config.training.device == "cuda":
         native.require_cuda()
+    if enforce and budget_bytes is None:
+        raise ConfigError("train: enforce needs a budget to enforce, found none; give one, such as 4GiB")
     run = RunFolder(folder)
     with run.locked():
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
         if not resume:
             run.check_empty()
         return_large_blocks()
+        start = usage()
         threads = config.training.threads or torch.get_num_threads()
         torch.set_num_threads(1 if config.training.deterministic else threads)
-        trainer = Trainer(dataset, config, run, prepare(dataset, config, cache))
-        if resume:
-            trainer.resume()
-            for key, (before, now) in changed.items():
-                progress.say(f"{folder}: resumed with {key} = {now!r}, {before!r} before")
-                run.log(f"resumed with {key} = {now!r}, {before!r} before")
-            if changed:
-                run.change(config)
-        else:
-            run.create(config, data_facts(dataset))
-        kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
-        run.log(f"training on {threads} threads with {kernels} kernels")
-        with native.kernel_threads(threads):
-            trainer.run()
+        prepared, limit = prepare(dataset, config, cache), budget_bytes
+        if limit is not None:
+            limit -= start.anonymous
+            config, prepared = _fitted(config, prepared, limit, run, resume)
+        facts = Facts(config, prepared.problem, batches_of(prepared), start.data)
+        running: list[Stopwatch] = []  # of the trainer, once it trains
+        with (
+            hard_limit(limit) if limit is not None and enforce else nullcontext(),
+            explained(facts, lambda: _place(running), lambda: _kept(run)),
+        ):
+            trainer = Trainer(dataset, config, run, prepared)
+            if resume:
+                trainer.resume()
+                for key, (before, now) in changed.items():
+                    progress.say(f"{folder}: resumed with {key} = {now!r}, {before!r} before")
+                    run.log(f"resumed with {key} = {now!r}, {before!r} before")
+                if changed:
+                    run.change(config)
+            else:
+                run.create(config, data_facts(dataset))
+            kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
+            run.log(f"training on {threads} threads with {kernels} kernels")
+            running.append(trainer.stopwatch)
+            with native.kernel_threads(threads):
+                trainer.run()
         return trainer
+
+
+def _fitted(
+    config: Config, prepared: Prepared, available_bytes: int, run: RunFolder, resume: bool
+) -> tuple[Config, Prepared]:
+    """Return settings that fit the budget, and the streams in their batches; say what was changed.
+
+    Raises:
+        BudgetError: None fit; or a run that is resumed, whose settings stay, does not.
+    """
+    fitting = fit(config, prepared.problem, batches_of(prepared), available_bytes)
+    if resume and fitting.changes:
+        options = ", ".join(map(str, fitting.changes))
+        raise BudgetError(
+            f"{run.path}: a resumed run keeps its settings, which do not fit the budget (a new run would "
+            f"take {options}); raise the budget"
+        )
+    progress.say(
+        f"{run.path}: {mebibytes(needed_bytes(fitting.plan))} planned of {mebibytes(available_bytes)}, "
+        f"the most in {fitting.plan.peak_phase}"
+    )
+    for change in fitting.changes:
+        progress.say(f"{run.path}: to fit the budget, {change}")
+    batch_size = fitting.config.training.batch_size
+    return fitting.config, replace(prepared, train=replace(prepared.train, batch_size=batch_size))
+
+
+def _place(running: list[Stopwatch]) -> str:
+    return (running[0].current or "data") if running else "load"
+
+
+def _kept(run: RunFolder) -> str:
+    path = run.checkpoints.latest()
+    return "no checkpoint was written before" if path is None else f"{path} is whole"
 
 
 def _tensorboard(path: Path) -> Any:

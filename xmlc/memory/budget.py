@@ -1,0 +1,195 @@
+"""Chooses settings that fit a budget of memory, or names the smallest budget that some would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xmlc.config import Config, build_config
+from xmlc.errors import ConfigError
+from xmlc.memory.plan import Batches, Plan, plan
+from xmlc.memory.tables import mebibytes
+from xmlc.nn.model import Problem
+
+MARGIN_SHARE, MARGIN_BYTES = 0.05, 8 << 20
+"""What a plan may be wrong by; `xmlc profile --check` fails beyond it."""
+SMALLEST_BATCH, SMALLEST_WIDTH, SMALLEST_FAN_IN = 16, 2048, 8
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs from what was asked for."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.now} (was {self.before})"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings that fit a budget."""
+
+    config: Config
+    plan: Plan
+    changes: tuple[Change, ...]
+
+
+class BudgetError(ConfigError):
+    """No settings fit the budget."""
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes such as ``4GiB``, ``400MB`` or ``2.5G`` (GiB).
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        raise ConfigError(
+            f"memory: a size must be a number with a unit such as 4GiB or 400MB, found {text!r}; give one"
+        )
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+def needed_bytes(planned: Plan) -> int:
+    """Return the budget that a plan needs, with what it may be wrong by."""
+    return int(planned.peak_bytes * (1.0 + MARGIN_SHARE)) + MARGIN_BYTES
+
+
+def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int) -> Fit:
+    """Return the settings, changed as little as the bytes demand.
+
+    They shrink in a fixed order, each as far as it goes before the next: weights to bfloat16; Adam's moments
+    of the output layer to one value for each label; the batch (slower); the dense layers' Adam to SGD, which
+    wants a learning rate of its own; width, then fan-in (less accurate). What then turns out not to have been
+    needed goes back, the last first.
+
+    Raises:
+        BudgetError: Even the last do not fit; the message says what would, and what takes the most.
+    """
+
+    def fits(candidate: Config) -> bool:
+        return needed_bytes(plan(candidate, problem, batches)) <= available_bytes
+
+    for candidate in _candidates(config):
+        if fits(candidate):
+            chosen = _grown(config, candidate, fits)
+            return Fit(chosen, plan(chosen, problem, batches), changes(config, chosen))
+    planned = plan(candidate, problem, batches)
+    shrunk = ", ".join(str(change) for change in changes(config, candidate)) or "no setting left to shrink"
+    raise BudgetError(
+        f"memory: the budget must leave at least {mebibytes(needed_bytes(planned))} for the run, the least "
+        f"that the planner knows for this data ({shrunk}), found {mebibytes(available_bytes)}; the most is "
+        f"{planned.binding.name} with {mebibytes(planned.binding.bytes)} in {planned.peak_phase}; "
+        "raise the budget, or lower hidden or the features"
+    )
+
+
+def _grown(config: Config, shrunk: Config, fits: Callable[[Config], bool]) -> Config:
+    """Return the shrunk settings with those restored, as far as they fit, that were shrunk in vain."""
+    values = {change.key: (change.before, change.now) for change in changes(config, shrunk)}
+    for key in (key for key in reversed(_ORDER) if key in values):
+        (before, now), (section, name) = values[key], key.split(".")
+        while now != before:
+            now = before if isinstance(now, str) else min(before, 2 * now)
+            larger = _with(shrunk, section, name, now)
+            if not fits(larger):
+                break
+            shrunk = larger
+    return shrunk
+
+
+def changes(before: Config, after: Config) -> tuple[Change, ...]:
+    """Return the settings that differ."""
+    old, new = before.model_dump(), after.model_dump()
+    return tuple(
+        Change(f"{section}.{key}", old[section][key], value)
+        for section, settings in new.items()
+        for key, value in settings.items()
+        if old[section][key] != value
+    )
+
+
+def _candidates(config: Config) -> Iterator[Config]:
+    """Yield the settings, ever smaller."""
+    yield config
+    for shrink in _SHRINKERS:
+        while (smaller := shrink(config)) is not None:
+            config = smaller
+            yield config
+
+
+def _with(config: Config, section: str, key: str, value: Any) -> Config:
+    """Return the settings with another value of one of them."""
+    settings = config.model_dump()
+    settings[section][key] = value
+    return build_config(settings, "memory: settings of the planner")
+
+
+def _narrow_weights(config: Config) -> Config | None:
+    if config.model.output != "sparse" or config.model.weight_dtype == "bfloat16":
+        return None
+    return _with(config, "model", "weight_dtype", "bfloat16")
+
+
+def _one_moment_for_each_label(config: Config) -> Config | None:
+    model = config.model
+    if model.output != "sparse" or model.direct_fan_in or config.output_optimizer.kind != "adam":
+        return None  # direct connections know Adam and SGD only
+    return _with(config, "output_optimizer", "kind", "label_adam")
+
+
+def _smaller_batch(config: Config) -> Config | None:
+    size = config.training.batch_size // 2
+    return _with(config, "training", "batch_size", size) if size >= SMALLEST_BATCH else None
+
+
+def _no_dense_moments(config: Config) -> Config | None:
+    if config.dense_optimizer.kind == "sgd":
+        return None
+    return _with(config, "dense_optimizer", "kind", "sgd")
+
+
+def _narrower(config: Config) -> Config | None:
+    width = config.model.width // 2
+    if config.model.output != "sparse" or width < max(SMALLEST_WIDTH, config.model.fan_in):
+        return None
+    return _with(config, "model", "width", width)
+
+
+def _fewer_inputs(config: Config) -> Config | None:
+    fan_in = config.model.fan_in // 2
+    if config.model.output != "sparse" or fan_in < SMALLEST_FAN_IN:
+        return None
+    return _with(config, "model", "fan_in", fan_in)
+
+
+_SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
+    _narrow_weights,
+    _one_moment_for_each_label,
+    _smaller_batch,
+    _no_dense_moments,
+    _narrower,
+    _fewer_inputs,
+)
+_ORDER = (
+    "model.weight_dtype",
+    "output_optimizer.kind",
+    "training.batch_size",
+    "dense_optimizer.kind",
+    "model.width",
+    "model.fan_in",
+)

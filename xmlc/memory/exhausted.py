@@ -1,0 +1,98 @@
+"""Says what could not be allocated, where, and which settings would fit, when memory runs out."""
+
+from __future__ import annotations
+
+import re
+import resource
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from xmlc.config import Config
+from xmlc.errors import OutOfMemoryError
+from xmlc.memory.budget import BudgetError, fit
+from xmlc.memory.plan import PHASES, Batches, Phase, plan
+from xmlc.memory.process import usage
+from xmlc.memory.tables import mebibytes
+from xmlc.nn.model import Problem
+
+_TORCH_CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+_NAMED = 0.02  # a planned tensor this close in size is the one that was asked for
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the message needs of a run."""
+
+    config: Config
+    problem: Problem
+    batches: Batches
+    start_bytes: int
+    """Of `Usage.data` before anything was loaded."""
+
+
+@contextmanager
+def explained(run: Facts, phase: Callable[[], str], kept: Callable[[], str]) -> Iterator[None]:
+    """Turn an allocation that fails into an error that a user can act on.
+
+    Args:
+        run: See there.
+        phase: Where the run is.
+        kept: What of it is safe on disk.
+
+    Raises:
+        OutOfMemoryError: An allocation of torch, NumPy or the native code failed in the body.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # what they hold is needed to go on from here
+        limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        try:
+            message = _message(run, phase(), str(error), limit)
+            raise OutOfMemoryError(f"{message}; {kept()}") from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether an error says that memory has run out; torch has no type of its own for it on a CPU."""
+    text = str(error)
+    return isinstance(error, MemoryError) or bool(_TORCH_CPU.search(text)) or "out of memory" in text
+
+
+def _message(run: Facts, phase: str, text: str, limit: int) -> str:
+    found = _TORCH_CPU.search(text)
+    if found is not None:
+        asked = f"{int(found[1]):,} bytes{_name(run, phase, int(found[1]))}"
+    else:
+        asked = text or "a block of native code"
+    allowed = (usage().data if limit == resource.RLIM_INFINITY else limit) - run.start_bytes
+    return (
+        f"training: memory must suffice for {asked} in phase {phase}, found none beyond the "
+        f"{mebibytes(allowed)} that this run could have; {_advice(run, allowed)}"
+    )
+
+
+def _name(run: Facts, phase: str, asked: int) -> str:
+    """Return the planned tensor of this size, in brackets."""
+    planned = plan(run.config, run.problem, run.batches)
+    places: list[Phase] = [name for name in PHASES if name == phase] or list(PHASES)
+    terms = [term for place in places for term in planned.terms(place)]
+    near = [term for term in terms if abs(term.bytes - asked) <= _NAMED * asked]
+    return f" ({min(near, key=lambda term: abs(term.bytes - asked)).name})" if near else ""
+
+
+def _advice(run: Facts, allowed: int) -> str:
+    try:
+        fitting = fit(run.config, run.problem, run.batches, allowed)
+    except BudgetError as error:
+        return str(error).removeprefix("memory: ")
+    if not fitting.changes:
+        return "the plan says that it would fit: close other programs, or see xmlc profile --measure"
+    options = " ".join(f"--set {change.key}={change.now}" for change in fitting.changes)
+    return f"these settings would fit, in a new run: {options}"
