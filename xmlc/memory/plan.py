@@ -18,6 +18,7 @@ from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.nn.dense import BLOCK_BYTES
 from xmlc.nn.model import Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE
+from xmlc.nn.similarity import INSTANCES_AT_ONCE
 from xmlc.ops import OptimizerState, checks
 from xmlc.ops.fused_step import workspace_bytes as fused_step_bytes
 from xmlc.ops.redistribute import workspace_bytes as redistribute_bytes
@@ -189,6 +190,15 @@ def _statistics(s: _Sizes) -> Iterator[Term]:
     yield Term("inverse_propensity", "statistics", *_of_shape((s.label,), 8), at_load=_weighted(s))
     if _weighted(s) or s.config.loss.positive_weight != 1.0:
         yield Term("positive_weight", "statistics", *_of_shape((s.label,), 4))
+    similarity, problem, batches = s.config.similarity, s.problem, s.batches
+    if similarity.text_weight > 0.0:  # as long as the instances' texts, for want of better knowledge
+        entries = round(s.label * batches.words)
+        yield Term("similarity.texts", "statistics", *_of_shape((entries,), 8))
+    if similarity.neighbour_weight > 0.0:
+        entries = round(problem.instances * batches.words)
+        yield Term("similarity.instances", "statistics", *_of_shape((entries,), 8))
+        entries = round(problem.instances * batches.positives)
+        yield Term("similarity.labels", "statistics", *_of_shape((entries,), 4))
 
 
 def _weighted(s: _Sizes) -> bool:
@@ -269,6 +279,13 @@ def _validation(s: _Sizes) -> Iterator[Term]:
             s.layer(), s.evaluated, RANKS, s.threads_for(s.label * s.config.model.fan_in * s.evaluated)
         )
         ranking.append(Term("workspace of top_labels", "workspace", size, "asked of the op"))
+    similarity = s.config.similarity
+    compared = s.label * (similarity.text_weight > 0.0) + s.problem.instances * (
+        similarity.neighbour_weight > 0.0
+    )
+    if compared:
+        shape = (s.threads, INSTANCES_AT_ONCE, compared)
+        ranking.append(Term("products with all texts, at most", "temporary", *_of_shape(shape, 8)))
     statistics = Term("label deciles", "statistics", *_of_shape((s.label,), STATISTICS_BYTES))
     if statistics.bytes > sum(term.bytes for term in ranking):
         yield statistics

@@ -21,7 +21,8 @@ from xmlc.ops import LogitOffsets
 
 TEXT_LABELS = 500
 """How many labels of the likest texts an instance's logits are raised for."""
-_AT_ONCE = 64  # instances; their products with all texts are nearly dense
+INSTANCES_AT_ONCE = 64
+"""Instances of a thread; their products with all texts are nearly dense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +65,15 @@ class Similarity:
     def offsets(self, features: CsrRows) -> LogitOffsets:
         """Return the sums for a batch [batch, feature] as entries by rising label."""
         queries = unit_length(features).to_scipy()
-        firsts = range(0, queries.shape[0], _AT_ONCE)
+        firsts = range(0, queries.shape[0], INSTANCES_AT_ONCE)
         parts = [(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))]
         # SciPy's products and NumPy's partitions let go of the interpreter's lock.
         with ThreadPoolExecutor(
             native.threads_for(len(self.texts.indices) + len(self.instances.indices))
         ) as threads:
-            scored = threads.map(lambda first: list(self._scores(queries[first : first + _AT_ONCE])), firsts)
+            scored = threads.map(
+                lambda first: list(self._scores(queries[first : first + INSTANCES_AT_ONCE])), firsts
+            )
             for first, terms in zip(firsts, scored, strict=True):
                 for scores in terms:
                     instance = np.repeat(np.arange(first, first + scores.shape[0]), np.diff(scores.indptr))

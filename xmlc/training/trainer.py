@@ -325,7 +325,7 @@ class Trainer:
                 tensors[f"text.{key}"] = torch.tensor(array)
         if self.prepared.similarity is not None:
             for key, array in self.prepared.similarity.arrays().items():
-                tensors[f"similarity.{key}"] = torch.tensor(array)
+                tensors[f"similarity.{key}"] = torch.from_numpy(array)
         if self.dataset.label_names is not None:
             tensors["label_names.offsets"] = torch.tensor(self.dataset.label_names.offsets)
             tensors["label_names.data"] = torch.tensor(self.dataset.label_names.data)
