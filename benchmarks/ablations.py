@@ -53,7 +53,7 @@ def main() -> None:
         for row in ablation(chosen.data, name.strip(), [*chosen.set, *overrides.split()], chosen.rank):
             new = not chosen.out.exists()
             with chosen.out.open("a", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
+                writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
                 if new:
                     writer.writeheader()
                 writer.writerow(row)
