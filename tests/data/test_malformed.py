@@ -18,7 +18,7 @@ from xmlc.data.check import check_data
 from xmlc.data.convert import convert
 from xmlc.data.reader.files import DataWarning, IndexBase, Reading
 from xmlc.data.reader.sparse_text import read_pairs
-from xmlc.data.reader.spool import Scratch
+from xmlc.data.reader.spool import RowsSpool, Scratch
 from xmlc.data.reader.xmc import read_xmc_split
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.errors import DataError
@@ -221,6 +221,13 @@ def test_more_than_two_thousand_million_values_are_addressed(tmp_path: Path) -> 
     assert taken.indices.tolist() == [1, 4, 6]
     assert taken.values is not None
     assert taken.values.tolist() == [0.5, 1.5, 2.5]
+
+
+def test_more_than_two_thousand_million_values_are_written(scratch: Scratch) -> None:
+    spool = RowsSpool(scratch, 9, with_values=False)
+    spool._indices.size = 2**31 + 5  # as if so many had come
+    spool.append(CsrRows(np.array([0, 2]), np.array([1, 4], np.int32), None, 9))
+    assert spool._offsets.finish().tolist() == [0, 2**31 + 7]
 
 
 def test_more_than_two_thousand_million_bytes_of_text_are_addressed(tmp_path: Path) -> None:
