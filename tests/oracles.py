@@ -177,6 +177,10 @@ def _awkward_shapes() -> list[Shape]:
         Shape(65, 16, 65_536, 7, 16, BFLOAT16, UINT16),
         Shape(33, 32, 70_000, 16, 1, BFLOAT16, INT32),
         Shape(63, 17, 70_000, 1, 32, FLOAT32, INT32),
+        # Groups in tiles of 64, 32 (few batches are that wide with many inputs) and sixteen labels at a time.
+        Shape(1009, 33, 100, 257, 16, FLOAT32, UINT16),
+        Shape(65, 33, 40_000, 50, 16, FLOAT32, UINT16),
+        Shape(63, 64, 40_000, 64, 32, BFLOAT16, INT32),
         Shape(20_001, 32, 300, 33, 1, FLOAT32, UINT16),  # many blocks of labels
         # Inputs that go by strips: more than 8,192, and at least four tiles of 16.
         Shape(65, 33, 9_001, 64, 1, FLOAT32, UINT16),

@@ -16,7 +16,7 @@ namespace {
 
 FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace) {
   FusedScratch s{};
-  s.tiling = choose_tiling(a.batch, a.layer.input);
+  s.tiling = choose_tiling(a.batch, a.layer.input, a.layer.group_size);
   s.padded_fan_in = (a.layer.fan_in + 15) / 16 * 16;
   const bool by_strips = use_strips(a.layer, s.tiling);
   // The tiles' weight gradients of one block: few megabytes, so that they stay cached until the update. With
@@ -32,7 +32,7 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   s.bias_gradient = workspace.take<float>(s.tiling.tiles * s.slots);
   s.active = workspace.take<std::uint8_t>(s.tiling.tiles * s.slots);
   s.loss = workspace.take<double>(s.tiling.tiles);
-  s.rows = workspace.take<float>(threads * 4 * s.padded_fan_in);
+  s.rows = workspace.take<float>(threads * rows_floats(a.layer, s.tiling));
   const std::int64_t lanes = is_normalised(a.loss) ? s.tiling.tiles * s.tiling.width : 0;
   s.reference = workspace.take<float>(lanes);
   s.exponentials = workspace.take<double>(lanes);

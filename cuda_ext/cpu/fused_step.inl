@@ -104,38 +104,41 @@ struct FusedTilePass {
     offsets.add(label, logit);
 
     Float gradient[kLabels][kVectors];
-    Float bias_gradient[kLabels];
-    bool active = false;
+    LabelList active;
+    const std::int64_t slot = slot_of(label);
     for (int r = 0; r < kLabels; ++r) {
       evaluate(label + r, logit[r], gradient[r]);
       Float sum(0.0f);
+      bool beyond = false;
       unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
-        active |= any_beyond(gradient[r][v], cutoff);
+        beyond |= any_beyond(gradient[r][v], cutoff);
         sum = sum + gradient[r][v];
       });
-      bias_gradient[r] = sum;
+      scratch.active[slot + r] = beyond;
+      if (!beyond) continue;
+      active.add(r);
+      scratch.bias_gradient[slot + r] = sum_lanes(sum);
     }
-    offsets.leave_gradients(first_offset, label, gradient, active);
-    const std::int64_t slot = slot_of(label);
-    for (int r = 0; r < kLabels; ++r) scratch.active[slot + r] = active;
-    if (active)
-      for (int r = 0; r < kLabels; ++r) scratch.bias_gradient[slot + r] = sum_lanes(bias_gradient[r]);
+    offsets.leave_gradients(first_offset, label, gradient, scratch.active + slot);
     if (weight == nullptr) {
-      store(logits + (label - first_label) * kLanes, active ? gradient[0][0] : Float(0.0f));
-      active_labels += active;
-    } else if (active) {
-      backward(group, label, weight, gradient);
+      store(logits + (label - first_label) * kLanes, active.count > 0 ? gradient[0][0] : Float(0.0f));
+      active_labels += active.count;
+    } else if (active.count > 0) {
+      backward(group, label, weight, gradient, active);
     }
   }
 
-  // Weight and feature gradients of a few labels.
+  // Weight and feature gradients of the active labels.
   template <int kLabels>
   XMLC_INLINE void backward(std::int64_t group, std::int64_t label, const float* weight,
-                            const Float (&gradient)[kLabels][kVectors]) {
+                            const Float (&gradient)[kLabels][kVectors], const LabelList& active) {
     prefetch_rows<kVectors>(a.layer, group, feature_gradient());
-    dot<false>(a.layer, group, features(), gradient,
-               scratch.weight_gradient + slot_of(label) * scratch.padded_fan_in, scratch.padded_fan_in);
-    scatter(a.layer, group, feature_gradient(), weight, gradient);
+    float* to = scratch.weight_gradient + slot_of(label) * scratch.padded_fan_in;
+    if constexpr (kLabels == 1)
+      dot<false>(a.layer, group, features(), gradient[0], to);
+    else
+      dot<false>(a.layer, rows, gradient, active, to, scratch.padded_fan_in);
+    scatter(a.layer, group, feature_gradient(), weight, gradient, active, rows);
   }
 
   // The same for all labels of the block, after `run` has left their logit gradients.
@@ -147,7 +150,7 @@ struct FusedTilePass {
     for (std::int64_t label = labels.first; label < labels.last; ++label) {
       if (!scratch.active[slot_of(label)]) continue;
       const Float gradient[1][kVectors] = {{load(logits + (label - first_label) * kLanes)}};
-      backward(label, label, weight_rows<1>(a.layer, label, rows), gradient);
+      backward(label, label, weight_rows<1>(a.layer, label, rows), gradient, {});
     }
   }
 
@@ -177,7 +180,7 @@ void fused_tile_of(const FusedStepArguments& a, const FusedScratch& scratch, int
   const std::int64_t first_instance = tile * scratch.tiling.width;
   FusedTilePass<kVectors> pass{a,
                                scratch,
-                               scratch.rows + thread * 4 * scratch.padded_fan_in,
+                               scratch.rows + thread * rows_floats(a.layer, scratch.tiling),
                                gather_block(a, scratch, thread, block, tile),
                                tile,
                                first_label,
@@ -276,7 +279,7 @@ void fused_normaliser_of(const FusedStepArguments& a, const FusedScratch& scratc
   const std::int64_t first_label = block.first * a.layer.group_size;
   NormaliserPass<kVectors> pass{a,
                                 scratch,
-                                scratch.rows + thread * 4 * scratch.padded_fan_in,
+                                scratch.rows + thread * rows_floats(a.layer, scratch.tiling),
                                 gather_block(a, scratch, thread, block, tile),
                                 tile,
                                 first_label,

@@ -1,6 +1,5 @@
-// The three products of a few labels that share their inputs, over one tile of the batch: gather (logits),
-// scatter (feature gradient) and dot (weight gradient). kLabels = 1 for uniform fan-in, 4 within a group;
-// kVectors * 16 = width of the tile.
+// The three products of one label, or of sixteen that share their inputs, over one tile of the batch: gather
+// (logits), scatter (feature gradient) and dot (weight gradient). kVectors * 16 = width of the tile.
 //
 // All names are in an unnamed namespace: nothing compiled for one instruction set is visible outside. The
 // products are functions of their own, and the types of weights and indices are looked up in front of them: a
@@ -8,6 +7,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "shared_inputs.h"
 #include "simd.h"
 
 namespace xmlc::cpu::XMLC_ISA {
@@ -24,6 +24,10 @@ XMLC_INLINE const float* weight_rows(const Layer& layer, std::int64_t label, flo
   for (; i + kLanes <= flat; i += kLanes) store(rows + i, widen(bits + i));
   for (; i < flat; ++i) rows[i] = widen(BFloat16{bits[i]});
   return rows;
+}
+
+XMLC_INLINE float* packed_rows(const Layer& layer, float* rows) {
+  return rows + kShared * ((layer.fan_in + kLanes - 1) / kLanes * kLanes);
 }
 
 // Calls visit(inputs of the group) with the type of index that the layer holds.
@@ -44,47 +48,37 @@ XMLC_INLINE void prefetch_rows(const Layer& layer, std::int64_t group, const flo
   });
 }
 
-// The largest power of two of registers, at most `wanted`, whose `parts` fit with a few to spare.
-constexpr int at_once(int wanted, int parts) {
-  while (wanted > 1 && wanted * parts > kRegisters - 4) wanted /= 2;
-  return wanted;
-}
-
 // Independent chains of additions that hide the latency of one, for `values` sums in registers.
 constexpr int chains_for(int values) { return values >= 4 ? 1 : at_once(4 / values, values * kParts); }
 
-// sum[r][v] += weight[r] . features[indices], for the vectors from kFirst on that fit the registers.
-template <int kLabels, int kVectors, int kFirst = 0, class Index>
+// sum += weight . features[indices] of one label, for the vectors from kFirst on that fit the registers.
+template <int kVectors, int kFirst = 0, class Index>
 XMLC_OUTLINE void gather_rows(const float* features, const Index* indices, std::int64_t fan_in,
-                              const float* weight, Float (&sum)[kLabels][kVectors]) {
-  constexpr int kCount = at_once(kVectors, kLabels * kParts);
-  constexpr int kChains = chains_for(kLabels * kCount);
-  constexpr std::int64_t kTile = kVectors * kLanes;
-  Float chain[kChains][kLabels][kCount];
-  unroll<kLabels, kCount>([&](auto r, auto v) XMLC_INLINE_LAMBDA {
-    chain[0][r][v] = sum[r][kFirst + v];
-    unroll<kChains - 1>([&](auto c) XMLC_INLINE_LAMBDA { chain[c + 1][r][v] = Float(0.0f); });
+                              const float* weight, Float (&sum)[kVectors]) {
+  constexpr int kCount = at_once(kVectors, kParts);
+  constexpr int kChains = chains_for(kCount);
+  Float chain[kChains][kCount];
+  unroll<kCount>([&](auto v) XMLC_INLINE_LAMBDA {
+    chain[0][v] = sum[kFirst + v];
+    unroll<kChains - 1>([&](auto c) XMLC_INLINE_LAMBDA { chain[c + 1][v] = Float(0.0f); });
   });
   const auto add = [&](std::int64_t k, auto c) XMLC_INLINE_LAMBDA {
-    const float* row = features + static_cast<std::int64_t>(indices[k]) * kTile + kFirst * kLanes;
+    const float* row = features + (static_cast<std::int64_t>(indices[k]) * kVectors + kFirst) * kLanes;
     unroll<kCount>([&](auto v) XMLC_INLINE_LAMBDA {
-      const Float x = load(row + v * kLanes);
-      unroll<kLabels>([&](auto r) XMLC_INLINE_LAMBDA {
-        chain[c][r][v] = chain[c][r][v] + Float(weight[r * fan_in + k]) * x;
-      });
+      chain[c][v] = chain[c][v] + Float(weight[k]) * load(row + v * kLanes);
     });
   };
   std::int64_t k = 0;
   for (; k + kChains <= fan_in; k += kChains)
     unroll<kChains>([&](auto c) XMLC_INLINE_LAMBDA { add(k + c, c); });
   for (; k < fan_in; ++k) add(k, Constant<0>{});
-  unroll<kLabels, kCount>([&](auto r, auto v) XMLC_INLINE_LAMBDA {
-    Float total = chain[0][r][v];
-    unroll<kChains - 1>([&](auto c) XMLC_INLINE_LAMBDA { total = total + chain[c + 1][r][v]; });
-    sum[r][kFirst + v] = total;
+  unroll<kCount>([&](auto v) XMLC_INLINE_LAMBDA {
+    Float total = chain[0][v];
+    unroll<kChains - 1>([&](auto c) XMLC_INLINE_LAMBDA { total = total + chain[c + 1][v]; });
+    sum[kFirst + v] = total;
   });
   if constexpr (kFirst + kCount < kVectors)
-    gather_rows<kLabels, kVectors, kFirst + kCount>(features, indices, fan_in, weight, sum);
+    gather_rows<kVectors, kFirst + kCount>(features, indices, fan_in, weight, sum);
 }
 
 // bias + weight . features[indices] for one instance, added in the order of `gather_rows` with as many
@@ -104,24 +98,16 @@ XMLC_INLINE float gather_one(const float* features, const Index* indices, std::i
   return total;
 }
 
-// gradient[indices] += weight^T logit_gradient. An input occurs once in a group, so rows never alias.
-template <int kLabels, int kVectors, int kFirst = 0, class Index>
+// gradient[indices] += weight^T logit_gradient of one label.
+template <int kVectors, class Index>
 XMLC_OUTLINE void scatter_rows(float* gradient, const Index* indices, std::int64_t fan_in,
-                               const float* weight, const Float (&logit_gradient)[kLabels][kVectors]) {
-  constexpr int kCount = at_once(kVectors, kLabels * kParts);
-  constexpr std::int64_t kTile = kVectors * kLanes;
+                               const float* weight, const Float (&logit_gradient)[kVectors]) {
   for (std::int64_t k = 0; k < fan_in; ++k) {
-    float* row = gradient + static_cast<std::int64_t>(indices[k]) * kTile + kFirst * kLanes;
-    unroll<kCount>([&](auto v) XMLC_INLINE_LAMBDA {
-      Float total = load(row + v * kLanes);
-      unroll<kLabels>([&](auto r) XMLC_INLINE_LAMBDA {
-        total = total + Float(weight[r * fan_in + k]) * logit_gradient[r][kFirst + v];
-      });
-      store(row + v * kLanes, total);
+    float* row = gradient + static_cast<std::int64_t>(indices[k]) * kVectors * kLanes;
+    unroll<kVectors>([&](auto v) XMLC_INLINE_LAMBDA {
+      store(row + v * kLanes, load(row + v * kLanes) + Float(weight[k]) * logit_gradient[v]);
     });
   }
-  if constexpr (kFirst + kCount < kVectors)
-    scatter_rows<kLabels, kVectors, kFirst + kCount>(gradient, indices, fan_in, weight, logit_gradient);
 }
 
 // One label's sums of sixteen connections: logit_gradient . features[run[j]] in lane j.
@@ -140,9 +126,9 @@ XMLC_OUTLINE Float dot_run(const float* features, const Index* run, const Float 
   });
 }
 
-// The logits of a few labels: from the block's, where strips have gathered them, else from weights and
-// features of one tile. Returns the weights as float32 rows, or null where they were not needed. By strips,
-// labels come one at a time and tiles are sixteen wide.
+// The logits of the labels: from the block's, where strips have gathered them, else from weights and
+// features of one tile, whose rows stay packed in `rows` for sixteen labels. Returns the weights as float32
+// rows, or null where they were not needed. By strips, labels come one at a time and tiles are sixteen wide.
 template <int kLabels, int kVectors>
 XMLC_INLINE const float* gather(const Layer& layer, std::int64_t group, std::int64_t label,
                                 const float* features, float* rows, const float* block,
@@ -155,25 +141,43 @@ XMLC_INLINE const float* gather(const Layer& layer, std::int64_t group, std::int
     for (int v = 0; v < kVectors; ++v) logit[r][v] = Float(layer.bias[label + r]);
   const float* weight = weight_rows<kLabels>(layer, label, rows);
   with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
-    gather_rows<kLabels, kVectors>(features, indices, layer.fan_in, weight, logit);
+    if constexpr (kLabels == 1) {
+      gather_rows(features, indices, layer.fan_in, weight, logit[0]);
+    } else {
+      float* packed = packed_rows(layer, rows);
+      pack_rows<kVectors>(features, indices, layer.fan_in, packed);
+      gather_shared(packed, layer.fan_in, weight, logit);
+    }
   });
   return weight;
 }
 
-template <int kLabels, int kVectors>
-XMLC_INLINE void scatter(const Layer& layer, std::int64_t group, float* gradient, const float* weight,
-                         const Float (&logit_gradient)[kLabels][kVectors]) {
+// Packs the rows of a group's inputs of one tile.
+template <int kVectors>
+XMLC_INLINE void pack(const Layer& layer, std::int64_t group, const float* features, float* rows) {
   with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
-    scatter_rows<kLabels, kVectors>(gradient, indices, layer.fan_in, weight, logit_gradient);
+    pack_rows<kVectors>(features, indices, layer.fan_in, packed_rows(layer, rows));
   });
 }
 
-// weight_gradient[r][k] (=, or += if kAdd) logit_gradient[r] . features[indices[k]];
-// rows of weight_gradient are padded to whole lanes, `stride` apart.
-template <bool kAdd, int kLabels, int kVectors>
+// The feature gradient of one label, or of some of sixteen.
+template <int kLabels, int kVectors>
+XMLC_INLINE void scatter(const Layer& layer, std::int64_t group, float* gradient, const float* weight,
+                         const Float (&logit_gradient)[kLabels][kVectors], const LabelList& some,
+                         float* rows) {
+  with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
+    if constexpr (kLabels == 1)
+      scatter_rows(gradient, indices, layer.fan_in, weight, logit_gradient[0]);
+    else
+      scatter_shared(gradient, indices, layer.fan_in, weight, logit_gradient, some, packed_rows(layer, rows));
+  });
+}
+
+// weight_gradient[k] (=, or += if kAdd) logit_gradient . features[indices[k]] of one label; padded to whole
+// lanes.
+template <bool kAdd, int kVectors>
 XMLC_INLINE void dot(const Layer& layer, std::int64_t group, const float* features,
-                     const Float (&logit_gradient)[kLabels][kVectors], float* weight_gradient,
-                     std::int64_t stride) {
+                     const Float (&logit_gradient)[kVectors], float* weight_gradient) {
   with_indices(layer, group, [&](const auto* indices) XMLC_INLINE_LAMBDA {
     for (std::int64_t k = 0; k < layer.fan_in; k += kLanes) {
       const auto* run = indices + k;
@@ -182,14 +186,25 @@ XMLC_INLINE void dot(const Layer& layer, std::int64_t group, const float* featur
         for (int j = 0; j < kLanes; ++j) padded[j] = indices[k + j < layer.fan_in ? k + j : layer.fan_in - 1];
         run = padded;
       }
-      for (int r = 0; r < kLabels; ++r) {
-        Float total = dot_run(features, run, logit_gradient[r]);
-        float* to = weight_gradient + r * stride + k;
-        if (kAdd) total = total + load(to);
-        store(to, total);
-      }
+      Float total = dot_run(features, run, logit_gradient);
+      if (kAdd) total = total + load(weight_gradient + k);
+      store(weight_gradient + k, total);
     }
   });
+}
+
+// The same of some of sixteen labels, from the packed rows of their inputs; rows of weight_gradient are
+// `stride` apart.
+template <bool kAdd, int kVectors>
+XMLC_INLINE void dot(const Layer& layer, float* rows, const Float (&logit_gradient)[kShared][kVectors],
+                     const LabelList& some, float* weight_gradient, std::int64_t stride) {
+  const std::int64_t fan_in = layer.fan_in;
+  const float* packed = packed_rows(layer, rows);
+  std::int64_t k = 0;
+  for (; k + kLanes < fan_in; k += 2 * kLanes)
+    dot_shared<kAdd, 2>(packed + k * kVectors * kLanes, logit_gradient, some, weight_gradient + k, stride);
+  if (k < fan_in)
+    dot_shared<kAdd, 1>(packed + k * kVectors * kLanes, logit_gradient, some, weight_gradient + k, stride);
 }
 
 XMLC_INLINE const Connection* connections(const Strips& s, std::int64_t run, std::int64_t strip) {
@@ -269,7 +284,7 @@ XMLC_OUTLINE void scatter_strips(const Strips& strips, const float* features, co
   }
 }
 
-// Calls body for the labels of `range` in runs of four with shared inputs, or one at a time.
+// Calls body for the labels of `range` in runs of sixteen with shared inputs, or one at a time.
 // `body.run<kLabels>(group, label)`.
 template <class Body>
 XMLC_INLINE void for_labels(const Layer& layer, GroupRange range, Body&& body) {
@@ -277,7 +292,7 @@ XMLC_INLINE void for_labels(const Layer& layer, GroupRange range, Body&& body) {
     std::int64_t label = group * layer.group_size;
     const std::int64_t next = label + layer.group_size;
     const std::int64_t end = next < layer.label ? next : layer.label;
-    for (; label + 4 <= end; label += 4) body.template run<4>(group, label);
+    for (; label + kShared <= end; label += kShared) body.template run<kShared>(group, label);
     for (; label < end; ++label) body.template run<1>(group, label);
   }
 }

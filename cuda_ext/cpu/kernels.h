@@ -10,6 +10,14 @@
 
 namespace xmlc::cpu {
 
+constexpr int kShared = 16;  // labels of a group that are computed together
+
+// One thread's scratch for the products of labels: weights [kShared, padded_fan_in] as float32, and the rows
+// of a group's inputs, packed [padded_fan_in, tiling.width].
+inline std::int64_t rows_floats(const Layer& layer, const Tiling& tiling) {
+  return (kShared + tiling.width) * ((layer.fan_in + 15) / 16 * 16);
+}
+
 enum class Isa { kGeneric, kAvx2, kAvx512 };
 
 // Scratch of one fused step. A block of labels is passed over tile by tile, then updated.
@@ -32,7 +40,7 @@ struct FusedScratch {
   float* factor;
   float* share;
   float* pair_logit;  // [pair]
-  float* rows;        // [thread, 4, padded_fan_in]: weights widened to float32
+  float* rows;        // [thread, rows_floats]
   Strips strips;      // of the block
   float* logits;      // [thread, slots, 16]: of one tile; null unless the passes go by strips
 };
@@ -41,7 +49,7 @@ struct FusedScratch {
 struct LogitsScratch {
   Tiling tiling;
   const float* features;  // [tile, input, tiling.width], or [instance, input] for `top_labels_one`
-  float* rows;            // [4, padded_fan_in]
+  float* rows;            // [rows_floats]
   Strips strips;          // the thread's own
   float* logits;          // [strips.labels + 1, 16]; null unless the passes go by strips
 };

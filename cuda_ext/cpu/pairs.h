@@ -63,14 +63,15 @@ struct TileOffsets {
       if (pairs.seek(label + r)) add_to(label + r, logit[r]);
   }
 
-  // Leaves the gradients of the same offsets; to be called after `add`, with the place where it began.
+  // Leaves the gradients of the same offsets, zero for labels that are not active; to be called after `add`,
+  // with the place where it began.
   template <int kLabels>
   XMLC_INLINE void leave_gradients(std::int64_t begin, std::int64_t label,
-                                   const Float (&gradient)[kLabels][kVectors], bool active) {
+                                   const Float (&gradient)[kLabels][kVectors], const std::uint8_t* active) {
     if (offsets.entry == 0 || begin == pairs.next) return;
     pairs.next = begin;
     for (int r = 0; r < kLabels; ++r)
-      if (pairs.seek(label + r)) take_from(label + r, gradient[r], active);
+      if (pairs.seek(label + r)) take_from(label + r, gradient[r], active[r] != 0);
   }
 
  private:

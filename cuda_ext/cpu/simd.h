@@ -52,6 +52,13 @@ typedef std::uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint64_t WideVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint16_t HalfVector __attribute__((vector_size(kVectorBytes / 2)));
 
+// The largest power of two of values, at most `wanted`, that leaves a few registers to spare, where each
+// takes `parts`.
+constexpr int at_once(int wanted, int parts) {
+  while (wanted > 1 && wanted * parts > kRegisters - 4) wanted /= 2;
+  return wanted;
+}
+
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
@@ -298,6 +305,37 @@ XMLC_INLINE Float fold(const Float& a, const Float& b) {
       result.part[p] = fold_register<kHalf>(a.part[p], b.part[p], std::make_integer_sequence<int, kWidth>{});
   }
   return result;
+}
+
+// One level of `transpose`: swaps the blocks of width kHalf off the diagonal of every two.
+template <int kHalf, int... kLane>
+XMLC_INLINE void swap_in_register(FloatVector& a, FloatVector& b, std::integer_sequence<int, kLane...>) {
+  const FloatVector low = a;
+  a = shuffle<(kLane % (2 * kHalf) < kHalf ? kLane : kWidth + kLane - kHalf)...>(low, b);
+  b = shuffle<(kLane % (2 * kHalf) < kHalf ? kLane + kHalf : kWidth + kLane)...>(low, b);
+}
+template <int kHalf>
+XMLC_INLINE void swap_halves(Float& a, Float& b) {
+  if constexpr (kHalf >= kWidth) {
+    constexpr int half = kHalf / kWidth;
+    for (int base = 0; base < kParts; base += 2 * half)
+      for (int p = 0; p < half; ++p) {
+        const FloatVector moved = a.part[base + half + p];
+        a.part[base + half + p] = b.part[base + p];
+        b.part[base + p] = moved;
+      }
+  } else {
+    for (int p = 0; p < kParts; ++p)
+      swap_in_register<kHalf>(a.part[p], b.part[p], std::make_integer_sequence<int, kWidth>{});
+  }
+}
+// Lane j of row i becomes lane i of row j.
+template <int kHalf = kLanes / 2>
+XMLC_INLINE void transpose(Float (&row)[kLanes]) {
+  unroll<kLanes>([&](auto i) XMLC_INLINE_LAMBDA {
+    if constexpr (i % (2 * kHalf) < kHalf) swap_halves<kHalf>(row[i], row[i + kHalf]);
+  });
+  if constexpr (kHalf > 1) transpose<kHalf / 2>(row);
 }
 
 XMLC_INLINE float sum_lanes(const Float& value) {

@@ -9,16 +9,14 @@ namespace xmlc::cpu {
 namespace {
 
 std::int64_t groups_of(const Layer& layer) { return (layer.label + layer.group_size - 1) / layer.group_size; }
-std::int64_t padded_fan_in(const Layer& layer) { return (layer.fan_in + 15) / 16 * 16; }
 
 }  // namespace
 
 std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* workspace) {
-  const Tiling tiling = choose_tiling(a.batch, a.layer.input);
+  const Tiling tiling = choose_tiling(a.batch, a.layer.input, a.layer.group_size);
   Workspace scratch(workspace);
   float* features = scratch.take<float>(tiling.floats());
-  const std::int64_t rows_floats = 4 * padded_fan_in(a.layer);
-  float* rows = scratch.take<float>(threads * rows_floats);
+  float* rows = scratch.take<float>(threads * rows_floats(a.layer, tiling));
   const BlockStrips blocks(a.layer, tiling, 256, threads, scratch);
   if (workspace == nullptr) return scratch.bytes();
   const Kernels& isa = kernels();
@@ -28,8 +26,8 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* wo
       pack(tiling, tile, a.features, features);
     barrier.wait();
     const Range own = share(groups_of(a.layer), thread, threads);
-    const LogitsScratch logits{tiling, features, rows + thread * rows_floats, blocks.strips(thread),
-                               blocks.logits(thread)};
+    const LogitsScratch logits{tiling, features, rows + thread * rows_floats(a.layer, tiling),
+                               blocks.strips(thread), blocks.logits(thread)};
     for (std::int64_t first = own.first; first < own.last; first += blocks.groups()) {
       const GroupRange block{first, std::min(first + blocks.groups(), own.last)};
       blocks.sort(thread, block);
@@ -40,11 +38,10 @@ std::int64_t sparse_linear(const SparseLinearArguments& a, int threads, void* wo
 }
 
 std::int64_t sparse_linear_feature_gradient(const SparseLinearArguments& a, int threads, void* workspace) {
-  const Tiling tiling = choose_tiling(a.batch, a.layer.input);
+  const Tiling tiling = choose_tiling(a.batch, a.layer.input, a.layer.group_size);
   Workspace scratch(workspace);
   float* gradient = scratch.take<float>(tiling.floats());
-  const std::int64_t rows_floats = 4 * padded_fan_in(a.layer);
-  float* rows = scratch.take<float>(threads * rows_floats);
+  float* rows = scratch.take<float>(threads * rows_floats(a.layer, tiling));
   if (workspace == nullptr) return scratch.bytes();
   const Kernels& isa = kernels();
   run_threads(threads, [&](int thread, Barrier&) {
@@ -52,7 +49,8 @@ std::int64_t sparse_linear_feature_gradient(const SparseLinearArguments& a, int 
     const std::int64_t tile_floats = tiling.input * tiling.width;
     for (std::int64_t tile = own.first; tile < own.last; ++tile) {
       std::memset(gradient + tile * tile_floats, 0, static_cast<std::size_t>(tile_floats) * sizeof(float));
-      isa.feature_gradient(a, tiling, gradient, rows + thread * rows_floats, {0, groups_of(a.layer)}, tile);
+      isa.feature_gradient(a, tiling, gradient, rows + thread * rows_floats(a.layer, tiling),
+                           {0, groups_of(a.layer)}, tile);
       unpack(tiling, tile, gradient, a.feature_gradient);
     }
   });
@@ -60,11 +58,10 @@ std::int64_t sparse_linear_feature_gradient(const SparseLinearArguments& a, int 
 }
 
 std::int64_t sparse_linear_weight_gradient(const SparseLinearArguments& a, int threads, void* workspace) {
-  const Tiling tiling = choose_tiling(a.batch, a.layer.input);
+  const Tiling tiling = choose_tiling(a.batch, a.layer.input, a.layer.group_size);
   Workspace scratch(workspace);
   float* features = scratch.take<float>(tiling.floats());
-  const std::int64_t row_floats = 4 * padded_fan_in(a.layer);
-  float* row = scratch.take<float>(threads * row_floats);
+  float* row = scratch.take<float>(threads * rows_floats(a.layer, tiling));
   if (workspace == nullptr) return scratch.bytes();
   const Kernels& isa = kernels();
   run_threads(threads, [&](int thread, Barrier& barrier) {
@@ -73,7 +70,8 @@ std::int64_t sparse_linear_weight_gradient(const SparseLinearArguments& a, int t
       pack(tiling, tile, a.features, features);
     barrier.wait();
     const Range own = share(groups_of(a.layer), thread, threads);
-    isa.weight_gradient(a, tiling, features, row + thread * row_floats, {own.first, own.last});
+    isa.weight_gradient(a, tiling, features, row + thread * rows_floats(a.layer, tiling),
+                        {own.first, own.last});
   });
   return scratch.bytes();
 }

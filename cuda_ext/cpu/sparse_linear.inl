@@ -68,8 +68,12 @@ struct FeatureGradientPass {
   void run(std::int64_t group, std::int64_t label) const {
     const float* weight = tile.template weight<kLabels>(label);
     Float logit_gradient[kLabels][kVectors];
-    for (int r = 0; r < kLabels; ++r) load_strip(tile.logits(label + r), tile.count, logit_gradient[r]);
-    scatter(tile.arguments.layer, group, gradient, weight, logit_gradient);
+    LabelList all;
+    for (int r = 0; r < kLabels; ++r) {
+      load_strip(tile.logits(label + r), tile.count, logit_gradient[r]);
+      all.add(r);
+    }
+    scatter(tile.arguments.layer, group, gradient, weight, logit_gradient, all, tile.rows);
   }
 };
 
@@ -89,9 +93,18 @@ struct WeightGradientPass {
     for (std::int64_t tile = 0; tile < tiling.tiles; ++tile) {
       const LinearTile<kVectors> at(arguments, tiling, nullptr, tile);
       Float logit_gradient[kLabels][kVectors];
-      for (int r = 0; r < kLabels; ++r) load_strip(at.logits(label + r), at.count, logit_gradient[r]);
-      dot<true>(arguments.layer, group, features + tile * tiling.input * tiling.width, logit_gradient, row,
-                padded);
+      LabelList all;
+      for (int r = 0; r < kLabels; ++r) {
+        load_strip(at.logits(label + r), at.count, logit_gradient[r]);
+        all.add(r);
+      }
+      const float* rows = features + tile * tiling.input * tiling.width;
+      if constexpr (kLabels == 1) {
+        dot<true>(arguments.layer, group, rows, logit_gradient[0], row);
+      } else {
+        pack<kVectors>(arguments.layer, group, rows, row);
+        dot<true>(arguments.layer, row, logit_gradient, all, row, padded);
+      }
     }
     for (int r = 0; r < kLabels; ++r)
       std::memcpy(arguments.weight_gradient + (label + r) * fan_in, row + r * padded, fan_in * sizeof(float));

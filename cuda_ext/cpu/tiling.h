@@ -19,10 +19,10 @@ struct Tiling {
   std::int64_t floats() const { return tiles * input * width; }
 };
 
-inline Tiling choose_tiling(std::int64_t batch, std::int64_t input) {
-  constexpr std::int64_t kTileFloats = 1 << 18;  // 1 MiB
-  std::int64_t width = 16;
-  while (width < 64 && width < batch && 2 * width * input <= kTileFloats) width *= 2;
+inline Tiling choose_tiling(std::int64_t batch, std::int64_t input, std::int64_t group_size) {
+  const std::int64_t tile_floats = group_size == 1 ? 1 << 18 : 1 << 20;  // 1 or 4 MiB
+  std::int64_t width = group_size == 1 || batch <= 16 ? 16 : 32;
+  while (width < 64 && width < batch && 2 * width * input <= tile_floats) width *= 2;
   return {batch, input, width, (batch + width - 1) / width};
 }
 

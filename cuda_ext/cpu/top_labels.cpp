@@ -35,8 +35,7 @@ void merge(const float* scores, const std::int64_t* labels, std::int64_t stride,
 }  // namespace
 
 std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspace) {
-  const Tiling tiling = choose_tiling(a.batch, a.layer.input);
-  const std::int64_t padded_fan_in = (a.layer.fan_in + 15) / 16 * 16;
+  const Tiling tiling = choose_tiling(a.batch, a.layer.input, a.layer.group_size);
   const std::int64_t stride = tiling.tiles * tiling.width * a.k;  // of one thread's lists
   Workspace arrays(workspace);
   constexpr std::int64_t kFew = 2;  // instances up to which a pass for each is faster than a padded tile
@@ -44,7 +43,7 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
   float* features = arrays.take<float>(few ? a.batch * a.layer.input : tiling.floats());
   float* scores = arrays.take<float>(threads * stride);
   std::int64_t* labels = arrays.take<std::int64_t>(threads * stride);
-  float* rows = arrays.take<float>(threads * 4 * padded_fan_in);
+  float* rows = arrays.take<float>(threads * rows_floats(a.layer, tiling));
   const BlockStrips blocks(a.layer, tiling, 1024, threads, arrays);
   std::int64_t* next = arrays.take<std::int64_t>(threads * threads);
   if (workspace == nullptr) return arrays.bytes();
@@ -61,10 +60,10 @@ std::int64_t top_labels(const TopLabelsArguments& a, int threads, void* workspac
       for (std::int64_t tile = tiles.first; tile < tiles.last; ++tile)
         pack(tiling, tile, a.features, features);
     }
-    const TopScratch scratch{
-        {tiling, features, rows + thread * 4 * padded_fan_in, blocks.strips(thread), blocks.logits(thread)},
-        scores + thread * stride,
-        labels + thread * stride};
+    const TopScratch scratch{{tiling, features, rows + thread * rows_floats(a.layer, tiling),
+                              blocks.strips(thread), blocks.logits(thread)},
+                             scores + thread * stride,
+                             labels + thread * stride};
     std::fill(scratch.scores, scratch.scores + stride, -std::numeric_limits<float>::infinity());
     std::fill(scratch.labels, scratch.labels + stride, -1);
     barrier.wait();

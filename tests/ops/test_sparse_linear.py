@@ -105,6 +105,21 @@ def test_duplicate_inputs_of_a_label_add(backend: str) -> None:
     assert problem.weight.grad.tolist() == [[3.0, 2.0, 3.0]]
 
 
+def test_duplicate_inputs_of_a_group_add(backend: str) -> None:
+    # Sixteen labels of weights l + 1, and 10 times, 100 times that.
+    weight = torch.arange(1.0, 17.0)[:, None] * torch.tensor([[1.0, 10.0, 100.0]])
+    problem = one_label(3, indices=torch.tensor([[1, 0, 1]], dtype=torch.int32), weight=weight)
+    problem = replace(
+        problem, features=torch.tensor([[2.0], [3.0], [5.0]]), bias=torch.zeros(16), group_size=16
+    )
+    problem = with_gradient(problem, *NAMES)
+    logits = sparse_linear(*problem.layer)
+    logits.backward(torch.ones(16, 1))
+    assert logits.flatten().tolist() == [323.0 * (label + 1) for label in range(16)]
+    assert problem.features.grad.tolist() == [[1360.0], [136.0 * 101.0], [0.0]]
+    assert problem.weight.grad.tolist() == [[3.0, 2.0, 3.0]] * 16
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits_are_within_the_budget_of_the_exact_ones(backend: str, shape: Shape) -> None:
     problem = oracles.shape_problem(shape)

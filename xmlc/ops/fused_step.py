@@ -152,7 +152,7 @@ def fused_step(
             Menon et al. 2019, "Multilabel reductions").
         gradient_cutoff: At 0 the step is exact. Above, a label skips its backward work for the (16 to 64)
             instances of a batch tile when d loss / d logit is at most ``scale * gradient_cutoff`` in size for
-            all of them (and, within a group, for up to three neighbours that are computed together).
+            all of them.
         group_size: 1, 16, 32 or 64.
         positive_weight: float32 [label] or None for 1.
         offsets: Numbers to add to single logits, or None; their ``gradient`` is overwritten. Where a label
