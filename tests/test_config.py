@@ -21,6 +21,15 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
+RECIPES = sorted(Path(__file__).parents[1].glob("datasets/*/*.toml"))
+RECIPES = [path for path in RECIPES if path.name != "dataset.toml"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_committed_settings_of_a_data_set_are_valid(path: Path) -> None:
+    assert load_config(path) != Config()
+
+
 # ---- where settings come from ----------------------------------------------------------------------------
 
 
@@ -124,7 +133,7 @@ def test_settings_cannot_be_changed_in_place() -> None:
         ("model.fanin", r"unknown key model.fanin; did you mean model\.fan_in\?"),
         ("fan_in", r"unknown key fan_in; did you mean model\.fan_in\?"),
         ("training.fan_in", r"unknown key training.fan_in; did you mean model\.fan_in\?"),
-        ("zzz", "unknown key zzz; known are data, text, model,"),
+        ("zzz", "unknown key zzz; known are data, text, encoder, model,"),
         ("loss.zzz", "unknown key loss.zzz; known are kind, reduction,"),
     ],
 )

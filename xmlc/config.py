@@ -50,6 +50,8 @@ class DataConfig(Section):
     """Share of the training instances held out to choose learning rate, epoch and early stop."""
     mask_filter_pairs: bool = True
     """Mask the (instance, label) pairs of the filter files in evaluation."""
+    skip_filter_pairs: bool = False
+    """Let the pairs of the training filter file count neither as positives nor as negatives in training."""
     label_documents: bool = False
     """Also train on every label's own text (or features), as an instance whose one label it is. Propensities
     and validation know nothing of these instances."""
@@ -80,14 +82,60 @@ class TextConfig(Section):
         return self
 
 
+class EncoderConfig(Section):
+    """What turns an instance into the ``hidden`` vector that the penultimate layer sees."""
+
+    kind: Literal["features", "transformer"] = "features"
+    """features: a learnt embedding of the sparse features (TF-IDF of texts), or dense features as they are.
+    transformer: a Hugging Face encoder reads the texts (extra ``text``)."""
+    path: str = ""
+    """Of ``transformer``: a folder with config.json, safetensors and tokenizer; or ``package:NAME/FOLDER``, a
+    folder inside an installed Python package; or a model's name on the Hugging Face Hub."""
+    download: bool = False
+    """Let a name on the Hub be fetched; without it only what is on this machine is used."""
+    max_length: PositiveInt = 128
+    """Tokens of a text, those that mark its ends included; longer texts are cut."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """A text's embedding: the mean over its tokens, or the first token's."""
+    unit_variance: bool = True
+    """Scale every embedding to Euclidean length sqrt(hidden), mean square 1, whatever the encoder's scale."""
+    frozen: bool = True
+    """Leave the whole encoder as it is: every text is embedded once, into the cache, and training runs as
+    with dense features. false trains it."""
+    frozen_layers: NonNegativeInt = 0
+    """With ``frozen = false``: leave the token embeddings and so many layers above them as they are; 0
+    trains everything."""
+    embedding_dtype: Literal["float16", "float32"] = "float16"
+    """How ``frozen`` embeddings are kept."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """bfloat16: compute the encoder's products in it (torch.autocast); its weights stay float32."""
+    recompute_activations: bool = False
+    """Keep the activations between layers only and compute the others again in the backward pass."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> EncoderConfig:
+        if self.kind == "transformer" and not self.path:
+            raise ValueError("path must name an encoder where kind = transformer, found none")
+        if self.kind != "transformer" and self.path:
+            raise ValueError(f"path needs kind = transformer, found {self.kind}")
+        if self.frozen_layers and self.frozen:
+            raise ValueError(f"frozen_layers = {self.frozen_layers} needs frozen = false, found true")
+        return self
+
+    @property
+    def trained(self) -> bool:
+        """Whether training changes a transformer."""
+        return self.kind == "transformer" and not self.frozen
+
+
 class ModelConfig(Section):
-    """Encoder, penultimate layer and output layer."""
+    """Penultimate layer and output layer, and what comes before them."""
 
     output: Literal["sparse", "dense", "bottleneck"] = "sparse"
     """sparse: hidden -> width -> fixed fan-in output. dense: hidden -> label.
     bottleneck: hidden -> ``bottleneck`` units -> label, both dense."""
     hidden: PositiveInt = 512
-    """Width of the encoder's output; a data set of dense features brings its own."""
+    """Width of the encoder's output; dense features and transformers bring their own."""
     width: PositiveInt = 8192
     """Units of the penultimate layer, that is, the ``input`` axis of the sparse output layer."""
     fan_in: PositiveInt = 32
@@ -117,7 +165,7 @@ class ModelConfig(Section):
     penultimate_init: Literal["he", "glorot"] = "he"
     """N(0, 2/hidden); or U(+-sqrt(6/(hidden+width)))."""
     input_dropout: UnitInterval = 0.2
-    """Dropout on the instance's features before the first dense layer."""
+    """Dropout on the instance's features (of a transformer: its embedding) before the first dense layer."""
     hidden_dropout: UnitInterval = 0.0
     """Dropout on the encoder's output."""
     hidden_activation: Literal["none", "relu"] = "none"
@@ -183,6 +231,18 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled: every step multiplies the weights by ``1 - learning_rate * weight_decay``; biases and
     embeddings, of which a step sees a few rows only, are spared."""
+
+
+class EncoderOptimizerConfig(OptimizerConfig):
+    """Update rule of a transformer that is trained."""
+
+    learning_rate: NonNegativeFloat = 5e-5
+    """Rate before the schedule's factor."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled: every step multiplies the matrices by ``1 - learning_rate * weight_decay``; biases and the
+    scales of normalisations are spared."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises from 0, besides the schedule's warm-up."""
 
 
 class RedistributionConfig(Section):
@@ -273,11 +333,13 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     text: TextConfig = TextConfig()
+    encoder: EncoderConfig = EncoderConfig()
     model: ModelConfig = ModelConfig()
     similarity: SimilarityConfig = SimilarityConfig()
     loss: LossConfig = LossConfig()
     output_optimizer: OptimizerConfig = OptimizerConfig()
     dense_optimizer: OptimizerConfig = OptimizerConfig()
+    encoder_optimizer: EncoderOptimizerConfig = EncoderOptimizerConfig()
     redistribution: RedistributionConfig = RedistributionConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()
@@ -296,6 +358,10 @@ class Config(Section):
                     "output_optimizer.kind must be adam or sgd where direct_fan_in is above 0, found "
                     f"{self.output_optimizer.kind}"
                 )
+        if self.encoder_optimizer.kind == "label_adam":
+            raise ValueError("encoder_optimizer.kind must be sgd, momentum or adam, found label_adam")
+        if self.data.skip_filter_pairs and self.model.output != "sparse":
+            raise ValueError(f"data.skip_filter_pairs needs output = sparse, found {self.model.output}")
         if self.similarity.used and self.model.output != "sparse":
             raise ValueError(f"similarity needs model.output = sparse, found {self.model.output}")
         return self

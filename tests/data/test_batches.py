@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xmlc.data import BatchStream, CsrRows, holdout
+from xmlc.data.rows import TokenRows
 from xmlc.errors import DataError
 
 
@@ -110,3 +111,58 @@ def test_holdout_of_nothing_or_from_a_single_instance_is_empty(instances: int, f
     train, validation = holdout(instances, fraction, 0)
     assert train.tolist() == list(range(instances))
     assert len(validation) == 0
+
+
+# ---- tokens: batches of about one length -----------------------------------------------------------------
+
+
+def token_stream(instances: int, batch_size: int, seed: int = 0) -> BatchStream:
+    lengths = np.random.default_rng(instances).integers(1, 100, instances)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = TokenRows(offsets, np.repeat(np.arange(instances), lengths).astype(np.uint16))
+    labels = CsrRows(np.arange(instances + 1), np.zeros(instances, np.int32), None, 1)
+    return BatchStream(tokens, labels, np.arange(instances), batch_size, seed)
+
+
+@given(st.integers(0, 300), st.integers(1, 7), st.integers(0, 3))
+def test_an_epoch_of_tokens_visits_every_row_once_in_full_batches(
+    instances: int, batch_size: int, number: int
+) -> None:
+    data = token_stream(instances, batch_size)
+    batches = list(data.epoch(number))
+    visited = [row for batch in batches for row in batch.instances.tolist()]
+    assert sorted(visited) == list(range(instances))
+    assert all(len(batch.instances) == batch_size for batch in batches[:-1])
+    assert len(batches) == len(data)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.integers(0, 100))
+def test_any_epoch_of_tokens_resumes_at_any_batch(seed: int, number: int, start: int) -> None:
+    whole = [batch.instances.tolist() for batch in token_stream(301, 3, seed).epoch(number)]
+    rest = [batch.instances.tolist() for batch in token_stream(301, 3, seed).epoch(number, start)]
+    assert rest == whole[start:]
+
+
+def test_batches_of_tokens_hold_texts_of_about_one_length_in_a_random_order() -> None:
+    spreads, means = [], []
+    for batch in token_stream(640, 10).epoch(0):
+        assert isinstance(batch.features, TokenRows)
+        spreads.append(int(np.ptp(batch.features.lengths)))
+        means.append(float(batch.features.lengths.mean()))
+        assert batch.features.ids.tolist() == np.repeat(batch.instances, batch.features.lengths).tolist()
+    assert max(spreads) < 10  # 64 batches share lengths 1 to 99 out
+    assert abs(np.corrcoef(means, np.arange(64))[0, 1]) < 0.5
+
+
+def test_the_short_batch_of_tokens_holds_any_lengths() -> None:
+    means = []
+    for number in range(50):
+        *_, last = token_stream(64, 10).epoch(number)
+        assert isinstance(last.features, TokenRows)
+        means.append(float(last.features.lengths.mean()))
+    assert 40 < np.mean(means) < 60
+
+
+def test_batches_in_sequence_keep_the_order_of_the_rows() -> None:
+    batches = token_stream(25, 4).sequential()
+    assert np.concatenate([batch.instances for batch in batches]).tolist() == list(range(25))

@@ -106,3 +106,18 @@ def test_texts_stream_across_blocks() -> None:
 def test_a_text_out_of_range_is_an_index_error(row: int) -> None:
     with pytest.raises(IndexError):
         TextColumn.from_strings(["a", "b"])[row]
+
+
+def test_entries_are_taken_out_by_row_and_column() -> None:
+    rows = CsrRows(np.array([0, 3, 3, 5]), np.array([0, 2, 4, 1, 2], np.int32), None, 5)
+    pairs = CsrRows(np.array([0, 2, 3, 4]), np.array([1, 2, 2, 1], np.int32), None, 5)
+    left = rows.without(pairs)
+    assert left.offsets.tolist() == [0, 2, 2, 3]
+    assert left.indices.tolist() == [0, 4, 2]
+
+
+def test_entries_are_taken_out_with_their_values() -> None:
+    rows = CsrRows(np.array([0, 3]), np.array([0, 2, 4], np.int32), np.array([1, 2, 3], np.float32), 5)
+    left = rows.without(CsrRows(np.array([0, 1]), np.array([2], np.int32), None, 5))
+    assert left.values is not None
+    assert left.values.tolist() == [1.0, 3.0]

@@ -214,6 +214,7 @@ def test_the_facts_of_a_problem_are_its_plain_values() -> None:
         "instances": 20,
         "propensity_a": 0.55,
         "propensity_b": 1.5,
+        "word_count": 0,
     }
     assert Problem(label_instances=COUNTS, **facts).inverse_propensity.tolist() == pytest.approx(  # type: ignore[arg-type]
         inverse_propensity(COUNTS, 20, 0.55, 1.5).tolist()

@@ -14,6 +14,7 @@ from torch import Tensor
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
 from xmlc.data import CsrRows
 from xmlc.nn import dense
+from xmlc.nn.direct import DirectConnections
 from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
 from xmlc.training.optimizers import block_optimizer
 
@@ -371,6 +372,80 @@ def test_tensors_are_the_layer_itself() -> None:
         "state.bias_second",
     }
     assert tensors["weight"].data_ptr() == layer.weight.data_ptr()
+
+
+# ---- pairs that are skipped ------------------------------------------------------------------------------
+
+
+def skipped() -> CsrRows:
+    """Return pairs to skip, none of them positive; the third instance has none."""
+    positive = positives().to_scipy().toarray() > 0
+    rng = np.random.default_rng(6)
+    rows = [
+        [] if b == 2 else sorted(rng.choice(np.flatnonzero(~positive[b]), 5, replace=False))
+        for b in range(BATCH)
+    ]
+    offsets = np.cumsum([0, *map(len, rows)])
+    return CsrRows(offsets, np.array([label for row in rows for label in row], np.int32), None, LABELS)
+
+
+@every_loss
+def test_a_step_skips_pairs_as_if_they_were_not_there(loss_kind: Any) -> None:
+    """Against autograd in float64 over what is left."""
+    optimizer = OptimizerConfig(kind="sgd", learning_rate=0.1)
+    layer = sparse_layer(loss=LossConfig(kind=loss_kind), optimizer=optimizer)
+    weight = layer.weight.double().clone().requires_grad_()
+    bias = layer.bias.double().clone().requires_grad_()
+    inputs = features().double().requires_grad_()
+    logits = oracles.logits(inputs, weight, layer.indices.long(), bias, 1)  # [label, batch]
+    left = torch.from_numpy(skipped().to_scipy().toarray().T == 0)
+    positive = target() > 0
+    if loss_kind in oracles.NORMALISED:
+        loss = logits.new_zeros(())
+        for b in range(BATCH):
+            scores, own = logits[left[:, b], b], positive[left[:, b], b]
+            for score in scores[own]:
+                rivals = scores if loss_kind == "softmax" else torch.cat([score[None], scores[~own]])
+                loss = loss + rivals.logsumexp(0) - score
+    else:
+        loss = oracles.losses(loss_kind, logits, target())[left].sum()
+    (loss / BATCH).backward()
+
+    found, gradient = layer.step(features(), positives(), 0.1, 1, skipped=skipped())
+
+    torch.testing.assert_close(found.double(), loss.detach() / BATCH, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), inputs.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        layer.weight.double(), (weight - 0.1 * weight.grad).detach(), rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(layer.bias.double(), (bias - 0.1 * bias.grad).detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
+def test_a_label_skipped_everywhere_stays_and_the_others_move_as_ever(
+    loss_kind: Any,
+) -> None:
+    words = CsrRows(np.arange(BATCH + 1), np.arange(BATCH, dtype=np.int32) % 4, np.ones(BATCH, np.float32), 4)
+    everywhere = CsrRows(np.arange(BATCH + 1), np.full(BATCH, 7, np.int32), None, LABELS)
+
+    def made() -> SparseOutput:
+        layer = sparse_layer(
+            loss=LossConfig(kind=loss_kind), optimizer=OptimizerConfig(kind="sgd", learning_rate=0.1)
+        )
+        layer.direct = DirectConnections(LABELS, 4, 2, layer.optimizer)
+        indices = np.tile(np.array([[0, 2]], np.int32), (LABELS, 1))
+        layer.direct.connect(indices, np.full((LABELS, 2), 0.25, np.float32))
+        return layer
+
+    plain, skipping, start = made(), made(), made()
+    plain.step(features(), positives(), 0.1, 1, words)
+    skipping.step(features(), positives().without(everywhere), 0.1, 1, words, everywhere)
+    others = np.arange(LABELS) != 7
+    for name, value in skipping.tensors().items():
+        assert torch.equal(value[7], start.tensors()[name][7]), name
+        assert torch.equal(value[others], plain.tensors()[name][others]), name
+    moved = skipping.tensors()["direct.weight"][others] != start.tensors()["direct.weight"][others]
+    assert moved.any()
 
 
 @every_loss

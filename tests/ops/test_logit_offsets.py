@@ -172,3 +172,20 @@ def test_wrong_offsets_are_refused(
         with pytest.raises(NativeError) as raised:
             call()
         assert found in str(raised.value)
+
+
+def test_merged_offsets_rise_and_know_where_the_first_ones_are() -> None:
+    def offsets(labels: list[int], start: float) -> LogitOffsets:
+        count = len(labels)
+        return LogitOffsets.of(
+            torch.tensor(labels, dtype=torch.int32),
+            torch.arange(count, dtype=torch.int32),
+            start + torch.arange(float(count)),
+        )
+
+    first, second = offsets([0, 2, 2, 5], 10.0), offsets([0, 1, 2, 6], 20.0)
+    merged, places = first.merged(second)
+    assert merged.label.tolist() == [0, 0, 1, 2, 2, 2, 5, 6]
+    assert merged.value.tolist() == [10.0, 20.0, 21.0, 11.0, 12.0, 22.0, 13.0, 23.0]
+    assert merged.value[places].tolist() == first.value.tolist()
+    assert merged.instance[places].tolist() == first.instance.tolist()

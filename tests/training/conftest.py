@@ -11,6 +11,7 @@ import problems
 import pytest
 
 from xmlc.data import Dataset
+from xmlc.training import trainer
 from xmlc.training.trainer import train_into
 
 Train = Callable[..., Path]
@@ -33,3 +34,21 @@ def train(tmp_path: Path) -> Train:
         return folder
 
     return run
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Do something while a step of the next training is under way, once."""
+
+    def arrange(chosen: int, act: Callable[[], None]) -> None:
+        step_of = trainer.training_step
+
+        def acting(model: Any, batch: Any, optimizers: Any, rate: float, step: int, *others: Any) -> Any:
+            if step == chosen:
+                monkeypatch.setattr(trainer, "training_step", step_of)
+                act()
+            return step_of(model, batch, optimizers, rate, step, *others)
+
+        monkeypatch.setattr(trainer, "training_step", acting)
+
+    return arrange

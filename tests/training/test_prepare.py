@@ -308,3 +308,42 @@ def test_similarity_refuses_what_has_no_words() -> None:
         prepared(problems.dataset("text"), similarity={"text_weight": 0.5})
     with pytest.raises(ConfigError, match=r"and similarity need texts or sparse features, found dense"):
         prepared(problems.dataset("dense"), similarity={"neighbour_weight": 0.5})
+
+
+# ---- pairs that are skipped in training ------------------------------------------------------------------
+
+
+def test_filter_pairs_can_be_skipped_in_training_alone() -> None:
+    dataset = with_filter(problems.dataset())
+    parts = prepared(dataset, data={"skip_filter_pairs": True})
+    assert (dataset.train.labels.indices == 3).any()
+    for batch in parts.train.epoch(0):
+        assert 3 not in batch.labels.indices
+        assert batch.skipped is not None
+        assert batch.skipped.indices.tolist() == [3] * len(batch.instances)
+    truth = dataset.train.labels.take(parts.validation.rows)
+    assert parts.validation.labels.take(parts.validation.rows).indices.tolist() == truth.indices.tolist()
+    assert parts.problem.label_instances[3] > 0
+
+
+def test_without_asking_filter_pairs_are_trained_on() -> None:
+    parts = prepared(with_filter(problems.dataset()))
+    assert all(batch.skipped is None for batch in parts.train.epoch(0))
+
+
+def test_label_documents_keep_the_label_that_instances_skip() -> None:
+    dataset = with_filter(problems.dataset("text"))
+    texts = TextColumn.from_strings([f"word{3 * label}" for label in range(dataset.label_count)])
+    dataset = replace(dataset, label_texts=texts, fingerprint="label texts and filter")
+    parts = prepared(dataset, data={"skip_filter_pairs": True, "label_documents": True})
+    documents = 0
+    for batch in parts.train.epoch(0):
+        assert batch.skipped is not None
+        for row, instance in enumerate(batch.instances):
+            chosen = np.array([row])
+            is_document = instance >= dataset.train.instances
+            documents += is_document
+            assert batch.skipped.take(chosen).indices.tolist() == ([] if is_document else [3])
+            if is_document:
+                assert batch.labels.take(chosen).indices.tolist() == [instance - dataset.train.instances]
+    assert documents == dataset.label_count

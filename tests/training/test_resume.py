@@ -59,24 +59,6 @@ class Killed(BaseException):
     """What no code of the package catches, as if the process had ended here."""
 
 
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """Do something while a step of the next training is under way, once."""
-
-    def arrange(chosen: int, act: Callable[[], None]) -> None:
-        step_of = trainer.training_step
-
-        def acting(model: Any, batch: Any, optimizers: Any, rate: float, step: int, *others: Any) -> Any:
-            if step == chosen:
-                monkeypatch.setattr(trainer, "training_step", step_of)
-                act()
-            return step_of(model, batch, optimizers, rate, step, *others)
-
-        monkeypatch.setattr(trainer, "training_step", acting)
-
-    return arrange
-
-
 # ---- stopped by a signal ---------------------------------------------------------------------------------
 
 
@@ -330,6 +312,7 @@ def test_a_changed_setting_is_refused_by_key(
     [
         ("output_optimizer", "learning_rate", 0.002),
         ("dense_optimizer", "learning_rate", 0.002),
+        ("encoder_optimizer", "learning_rate", 0.002),
         ("training", "epochs", 2),
         ("training", "epochs", 10),
         ("training", "threads", 1),

@@ -5,15 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xmlc.data.dataset import Features, row_count
-from xmlc.data.rows import CsrRows, Float32, Int64
+from xmlc.data.rows import CsrRows, Float32, Int64, TokenRows
 from xmlc.errors import DataError
 
 _HOLDOUT_STREAM = 2**64 - 1  # the second key word of the hold-out; epochs count from 0 and never reach it
+_BATCHES_SORTED = 64  # whose texts are brought together by length
+
+Rows = CsrRows | TokenRows | Float32
+
+
+class Column(Protocol):
+    """What an instance is to the encoder, made or gathered when a batch asks for it."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: Int64) -> Rows:
+        """Return the given rows, in their order."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,19 +34,27 @@ class Batch:
     """Some instances with their features and labels, all in one order."""
 
     instances: Int64  # [batch], rows of the split, then label documents
-    features: CsrRows | Float32  # [batch, feature], or dense [batch, hidden]
+    features: Rows  # [batch, feature], dense [batch, hidden], or the texts' tokens
     labels: CsrRows  # [batch, label]
+    skipped: CsrRows | None = None  # [batch, label], neither positives nor negatives
+    words: CsrRows | None = None  # [batch, word], where features are not what direct connections see
 
 
 @dataclass(frozen=True, eq=False)
 class BatchStream:
-    """The chosen rows of a split, in batches; the last batch of an epoch is as short as it comes."""
+    """The chosen rows of a split, in batches; the last batch of an epoch is as short as it comes.
 
-    features: Features  # [instance, feature], or dense [instance, hidden] of any real dtype
+    Batches of tokens hold texts of about one length: 64 consecutive batches of the epoch's random order share
+    their texts out by length, and come in a random order again.
+    """
+
+    features: Features | Column  # [instance, feature], dense [instance, hidden] of any real dtype, or texts
     labels: CsrRows  # [instance, label]
     rows: Int64  # [chosen]
     batch_size: int
     seed: int
+    skipped: CsrRows | None = None  # [instance, label]
+    words: CsrRows | None = None  # [instance, word]
 
     def __post_init__(self) -> None:
         if row_count(self.features) != self.labels.rows:
@@ -48,7 +69,11 @@ class BatchStream:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch, from position ``start``; seed and epoch decide the order."""
-        yield from self._batches(_generator(self.seed, number).permutation(self.rows), start)
+        generator = _generator(self.seed, number)
+        order = generator.permutation(self.rows)
+        if isinstance(self.features, TokenRows):
+            order = _by_length(order, self.features.lengths, self.batch_size, generator)
+        yield from self._batches(order, start)
 
     def sequential(self, start: int = 0) -> Iterator[Batch]:
         """Yield the batches in the order of ``rows``, from position ``start``."""
@@ -57,7 +82,13 @@ class BatchStream:
     def _batches(self, order: Int64, start: int) -> Iterator[Batch]:
         for first in range(start * self.batch_size, len(order), self.batch_size):
             instances = order[first : first + self.batch_size]
-            yield Batch(instances, _take(self.features, instances), self.labels.take(instances))
+            yield Batch(
+                instances,
+                _take(self.features, instances),
+                self.labels.take(instances),
+                None if self.skipped is None else self.skipped.take(instances),
+                None if self.words is None else self.words.take(instances),
+            )
 
 
 def holdout(instances: int, fraction: float, seed: int) -> tuple[Int64, Int64]:
@@ -78,7 +109,18 @@ def _generator(seed: int, stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
 
 
-def _take(features: Features, rows: Int64) -> CsrRows | NDArray[np.float32]:
-    if isinstance(features, CsrRows):
-        return features.take(rows)
-    return np.asarray(features[rows], dtype=np.float32)
+def _by_length(order: Int64, lengths: Int64, batch_size: int, generator: np.random.Generator) -> Int64:
+    """Bring texts of about one length together within runs of batches; the short batch stays as it is."""
+    full = len(order) // batch_size * batch_size
+    parts = [order[full:]]
+    for first in range(0, full, _BATCHES_SORTED * batch_size):
+        run = order[first : min(first + _BATCHES_SORTED * batch_size, full)]
+        batches = run[np.argsort(lengths[run], kind="stable")].reshape(-1, batch_size)
+        parts.insert(-1, generator.permutation(batches).reshape(-1))
+    return np.concatenate(parts)
+
+
+def _take(features: Features | Column, rows: Int64) -> Rows:
+    if isinstance(features, np.ndarray):
+        return np.asarray(features[rows], dtype=np.float32)
+    return features.take(rows)

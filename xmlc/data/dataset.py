@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -234,7 +234,7 @@ def disagreements(dataset: Dataset) -> Iterator[str]:
             )
 
 
-def row_count(column: CsrRows | TextColumn | NDArray[Any]) -> int:
+def row_count(column: CsrRows | Sized) -> int:
     """Return the number of rows of any kind of column."""
     return column.rows if isinstance(column, CsrRows) else len(column)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -43,6 +44,15 @@ class CsrRows:
         end = int(self.offsets[rows])
         values = None if self.values is None else self.values[:end]
         return CsrRows(self.offsets[: rows + 1], self.indices[:end], values, self.columns)
+
+    def without(self, pairs: CsrRows) -> CsrRows:
+        """Return the matrix without the entries that ``pairs`` [row, column] holds."""
+        rows = np.repeat(np.arange(self.rows), np.diff(self.offsets))
+        others = np.repeat(np.arange(pairs.rows), np.diff(pairs.offsets))
+        kept = ~np.isin(rows * self.columns + self.indices, others * self.columns + pairs.indices)
+        offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
+        values = None if self.values is None else self.values[kept]
+        return CsrRows(offsets, self.indices[kept], values, self.columns)
 
     def transposed(self) -> CsrRows:
         """Return the matrix as [column, row], with values."""
@@ -131,6 +141,27 @@ class TextColumn:
         blobs = [text.encode() for text in texts]
         lengths = np.fromiter(map(len, blobs), np.int64, len(blobs))
         return cls(_offsets(lengths), np.frombuffer(b"".join(blobs), np.uint8))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Texts as ragged rows of token ids; may be memory-mapped."""
+
+    offsets: Int64  # [text + 1]
+    ids: NDArray[Any]  # uint16 or int32 [token]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of every text. [text]"""
+        return np.diff(self.offsets)
+
+    def take(self, rows: Int64) -> TokenRows:
+        """Return the given texts, in their order, as a copy."""
+        offsets, positions = _gather(self.offsets, rows)
+        return TokenRows(offsets, self.ids[positions])
 
 
 def concatenate_rows(parts: Sequence[CsrRows], columns: int) -> CsrRows:

@@ -12,16 +12,18 @@ import scipy.sparse
 from numpy.typing import NDArray
 
 from xmlc.checkpoint import CheckpointFolder, CheckpointReader
-from xmlc.config import build_config
-from xmlc.data.batches import BatchStream
+from xmlc.config import Config, build_config
+from xmlc.data.batches import BatchStream, Column
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
+from xmlc.data.pretrained import encoder_fingerprint
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
-from xmlc.nn import Model, Problem, Similarity, weight_shapes
+from xmlc.nn import EncodedTexts, Model, Problem, Similarity, TextEncoder, weight_shapes
 
 CHECKPOINTS = "checkpoints"
+ENCODER = "encoder"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Predictor:
 
     model: Model
     vectorizer: TextVectorizer | None
-    """None for a model of sparse or dense features."""
+    text_encoder: TextEncoder | None
+    """Reads texts where a transformer does, with a vectorizer beside it for direct connections; else the
+    vectorizer does. A model of features has neither."""
     label_names: TextColumn | None
     metadata: dict[str, Any]
     """Of the checkpoint: config, problem, progress, data set, metrics."""
@@ -50,7 +54,7 @@ class Predictor:
     @property
     def takes(self) -> str:
         """What an instance is: ``text``, ``sparse`` or ``dense``."""
-        if self.vectorizer is not None:
+        if self.vectorizer is not None or self.text_encoder is not None:
             return "text"
         return "dense" if self.model.problem.dense_features else "sparse"
 
@@ -96,9 +100,10 @@ class Predictor:
         unlabelled = CsrRows(
             np.zeros(rows + 1, np.int64), np.empty(0, np.int32), None, self.model.problem.label_count
         )
+        words = self.words_of(features.texts) if isinstance(features, EncodedTexts) else None
         scores = np.empty((rows, k), np.float32)
         labels = np.empty((rows, k), np.int64)
-        for batch in BatchStream(features, unlabelled, np.arange(rows), BATCH, 0).sequential():
+        for batch in BatchStream(features, unlabelled, np.arange(rows), BATCH, 0, words=words).sequential():
             top_scores, top_labels = self.model.top_labels(batch, k)
             scores[batch.instances], labels[batch.instances] = top_scores.numpy(), top_labels.numpy()
         return scores, labels
@@ -107,19 +112,19 @@ class Predictor:
         """Return a label's name, or its id as a string where there are no names."""
         return str(label) if self.label_names is None else self.label_names[label]
 
-    def features(self, inputs: Any) -> Features:
+    def features(self, inputs: Any) -> Features | Column:
         """Return inputs as the features that the model takes.
 
         Raises:
             DataError: Kind or width do not fit.
         """
         wanted = self.model.problem.feature_count
-        if self.vectorizer is not None:
+        if self.takes == "text":
             if isinstance(inputs, str) or not isinstance(inputs, Iterable):
                 raise DataError(
                     f"predict: this model takes a list of texts, found {type(inputs).__name__}; pass a list"
                 )
-            return self.vectorizer.transform(text_column(inputs, "predict: texts"))
+            return self.of_texts(text_column(inputs, "predict: texts"))
         found = f"{type(inputs).__name__} {list(getattr(inputs, 'shape', ()))}"
         if self.model.problem.dense_features:
             dense = np.asarray(inputs)
@@ -136,6 +141,45 @@ class Predictor:
                 "use the features the model was trained on"
             )
         return CsrRows.from_scipy(inputs, "predict: features")
+
+    def of_texts(self, texts: TextColumn) -> Features | Column:
+        """Return texts as the features that a model of texts takes; a transformer reads them by batches."""
+        if self.text_encoder is not None:
+            return EncodedTexts(texts, self.text_encoder)
+        assert self.vectorizer is not None, "a model of texts has one of the two"
+        return self.vectorizer.transform(texts)
+
+    def words_of(self, texts: TextColumn) -> CsrRows | None:
+        """Return the words that a model sees beside what a transformer reads; None where it sees none."""
+        if self.text_encoder is None or self.vectorizer is None:
+            return None
+        return self.vectorizer.transform(texts)
+
+
+def fingerprint_of_run(folder: Path) -> str:
+    """Return the fingerprint of a run's own encoder.
+
+    Raises:
+        CheckpointError: It is not there.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: must hold the encoder of the run, found no such folder; copy the run's folder whole"
+        )
+    return encoder_fingerprint(folder)
+
+
+def check_encoder(path: Path, expected: object, found: str | None) -> None:
+    """Check that a checkpoint and the encoder beside it belong together.
+
+    Raises:
+        CheckpointError: They do not.
+    """
+    if expected != found:
+        raise CheckpointError(
+            f"{path}: the run's folder {ENCODER} must have the fingerprint {expected}, found {found}; copy "
+            "that folder again, whole"
+        )
 
 
 def _check_k(k: int) -> None:
@@ -200,14 +244,19 @@ def restore(path: Path) -> Predictor:
         config = build_config(metadata["config"], f"{path}: its config")  # type: ignore[arg-type]
         problem = Problem(label_instances=reader.read("label_instances").numpy(), **metadata["problem"])  # type: ignore[arg-type]
         _check_shapes(path, weight_shapes(config, problem), reader)
-        model = Model(config, problem)
+        text_encoder = _text_encoder(path, config, metadata.get("encoder"))
+        model = Model(
+            config,
+            problem,
+            text_encoder.transformer if text_encoder is not None and config.encoder.trained else None,
+        )
         for name, tensor in model.tensors().items():
             reader.read_into(f"model.{name}", tensor)
         if config.similarity.used:
             model.similarity = Similarity.from_arrays(
                 config.similarity,
                 _arrays(reader, "similarity."),
-                problem.feature_count,
+                problem.words,
                 problem.label_count,
             )
         arrays = _arrays(reader, "text.")
@@ -223,4 +272,13 @@ def restore(path: Path) -> Predictor:
             f"{path}: the checkpoint must hold a model of this version, found "
             f"{type(error).__name__}: {error}; load it with the version that wrote it"
         ) from None
-    return Predictor(model, vectorizer, names, metadata)
+    return Predictor(model, vectorizer, text_encoder, names, metadata)
+
+
+def _text_encoder(path: Path, config: Config, fingerprint: object) -> TextEncoder | None:
+    """Load the transformer that lies beside the checkpoints, where the run has one."""
+    if config.encoder.kind != "transformer":
+        return None
+    folder = path.parent.parent / ENCODER
+    check_encoder(path, fingerprint, fingerprint_of_run(folder))
+    return TextEncoder.load(folder, config.encoder)

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from xmlc.data import Dataset, open_dataset
-from xmlc.data.batches import BatchStream
+from xmlc.data.batches import BatchStream, Column
+from xmlc.data.dataset import Features
+from xmlc.data.rows import TextColumn
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH, Progress, evaluate_model
 from xmlc.evaluation.predict import Predictor, load
 from xmlc.metrics import inverse_propensity
+from xmlc.nn import open_embeddings
 
 
 def evaluate_run(
@@ -100,23 +103,24 @@ def evaluate_predictor(
             f"{dataset.name}: the run takes {predictor.takes} instances, found {dataset.kind} ones; "
             "evaluate on data of the kind it was trained on"
         )
-    if predictor.vectorizer is None and dataset.feature_count != problem.feature_count:
+    if predictor.takes != "text" and dataset.feature_count != problem.feature_count:
         raise DataError(
             f"{dataset.name}: the run knows {problem.feature_count} features, found "
             f"{dataset.feature_count}; evaluate on data with the features it was trained on"
         )
-    if predictor.vectorizer is None:
-        features = chosen.features
-    else:
+    features: Features | Column | None = chosen.features
+    words = None
+    if predictor.takes == "text":
         assert chosen.texts is not None, "a text data set has texts"
-        features = predictor.vectorizer.transform(chosen.texts)
+        features = _features(predictor, chosen.texts, f"{dataset.fingerprint} {split}")
+        words = predictor.words_of(chosen.texts)
     assert features is not None, "a data set without texts has features"
     a = problem.propensity_a if propensity_a is None else propensity_a
     b = problem.propensity_b if propensity_b is None else propensity_b
     filter_pairs = chosen.filter_pairs if mask_filter_pairs else None
     report = evaluate_model(
         predictor.model,
-        BatchStream(features, chosen.labels, np.arange(chosen.instances), BATCH, 0),
+        BatchStream(features, chosen.labels, np.arange(chosen.instances), BATCH, 0, words=words),
         k,
         filter_pairs,
         deciles=deciles,
@@ -139,6 +143,14 @@ def evaluate_predictor(
         "metrics": dict(report.values),
         "deciles": [dict(decile) for decile in report.deciles],
     }
+
+
+def _features(predictor: Predictor, texts: TextColumn, key: str) -> Features | Column:
+    """Return texts as the model takes them; what a frozen encoder makes of them is kept in the cache."""
+    encoder = predictor.text_encoder
+    if encoder is None or encoder.config.trained:
+        return predictor.of_texts(texts)
+    return open_embeddings(encoder, {key: texts})
 
 
 def report_table(report: dict[str, Any]) -> str:

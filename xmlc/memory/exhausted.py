@@ -88,6 +88,8 @@ def _name(run: Facts, phase: str, asked: int) -> str:
 
 
 def _advice(run: Facts, allowed: int) -> str:
+    if run.config.encoder.trained:  # no plan knows it
+        return "lower training.batch_size or encoder.max_length, or set encoder.recompute_activations = true"
     try:
         fitting = fit(run.config, run.problem, run.batches, allowed)
     except BudgetError as error:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from xmlc.config import Config
+from xmlc.errors import ConfigError
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.nn.dense import BLOCK_BYTES
 from xmlc.nn.model import Problem, weight_shapes
@@ -92,6 +93,18 @@ class Plan:
     def binding(self) -> Term:
         """The largest term at the peak."""
         return max(self.terms(self.peak_phase), key=lambda term: term.bytes)
+
+
+def check_plannable(config: Config) -> None:
+    """Check that a run has no part that the plan leaves out.
+
+    Raises:
+        ConfigError: It has a transformer.
+    """
+    if config.encoder.kind == "transformer":
+        raise ConfigError(
+            "memory: plans and budgets know encoder.kind = features alone, found transformer; leave them out"
+        )
 
 
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:

@@ -1,6 +1,15 @@
 """The model's layers. torch modules where autograd does the work, plain classes where it does not."""
 
+from xmlc.nn.embeddings import EncodedTexts, TextEncoder, open_embeddings
 from xmlc.nn.model import Model, Problem, weight_shapes
 from xmlc.nn.similarity import Similarity
 
-__all__ = ["Model", "Problem", "Similarity", "weight_shapes"]
+__all__ = [
+    "EncodedTexts",
+    "Model",
+    "Problem",
+    "Similarity",
+    "TextEncoder",
+    "open_embeddings",
+    "weight_shapes",
+]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from xmlc.data.batches import Batch
-from xmlc.data.rows import CsrRows, unit_length
+from xmlc.data.batches import Batch, Rows
+from xmlc.data.rows import CsrRows, TokenRows, unit_length
 from xmlc.errors import DataError
 
 
@@ -50,7 +50,7 @@ class BagOfWords(nn.Module):
         """Return the batch's features [batch, feature] as the encoder sees them, before dropout."""
         features = batch.features
         if not isinstance(features, CsrRows):
-            raise DataError(f"encoder: features must be sparse, found dense {list(features.shape)}")
+            raise DataError(f"encoder: features must be sparse, found {_described(features)}")
         return unit_length(features) if self.scale_to_unit_length else features
 
 
@@ -67,10 +67,18 @@ class DenseFeatures(nn.Module):
     def forward(self, batch: Batch, dropout: float, generator: torch.Generator) -> Tensor:
         """Return the batch's features [batch, hidden], after dropout."""
         features = batch.features
-        if isinstance(features, CsrRows):
-            raise DataError(f"encoder: features must be dense [instance, {self.hidden}], found sparse ones")
+        if not isinstance(features, np.ndarray):
+            raise DataError(
+                f"encoder: features must be dense [instance, {self.hidden}], found {_described(features)}"
+            )
         values = torch.from_numpy(np.array(features, dtype=np.float32))
         return drop(values, dropout, generator).to(self.place.device)
+
+
+def _described(features: Rows) -> str:
+    if isinstance(features, CsrRows):
+        return "sparse ones"
+    return "tokens" if isinstance(features, TokenRows) else f"dense {list(features.shape)}"
 
 
 def drop_features(features: CsrRows, probability: float, generator: torch.Generator) -> CsrRows:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xmlc.config import Config
 from xmlc.data.batches import Batch
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, unit_length
 from xmlc.errors import ConfigError
 from xmlc.metrics import inverse_propensity
 from xmlc.nn.direct import DirectConnections
@@ -22,6 +22,7 @@ from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop, drop_features
 from xmlc.nn.output_layer import DenseOutput, OutputLayer, SparseOutput
 from xmlc.nn.penultimate import PenultimateLayer
 from xmlc.nn.similarity import Similarity
+from xmlc.nn.transformer import TransformerEncoder
 from xmlc.ops import LogitOffsets
 
 
@@ -30,7 +31,9 @@ class Problem:
     """What a model must know of its data set."""
 
     dense_features: bool
+    """Whether hidden is given: by dense features, or by a transformer."""
     feature_count: int
+    """Of a transformer the width of its embeddings."""
     label_count: int
     instances: int
     """Training instances."""
@@ -38,6 +41,13 @@ class Problem:
     propensity_b: float
     label_instances: NDArray[np.int64]
     """Training instances of each label, before any are held out. [label]"""
+    word_count: int = 0
+    """Sparse features beside a transformer, where direct connections or similarity see some."""
+
+    @property
+    def words(self) -> int:
+        """Sparse features that direct connections and similarity see."""
+        return self.word_count or self.feature_count
 
     @cached_property
     def inverse_propensity(self) -> NDArray[np.float64]:
@@ -98,18 +108,23 @@ def _width(config: Config) -> int:
 class Model:
     """Encoder -> penultimate layer -> output layer; without a penultimate layer for ``output = "dense"``."""
 
-    def __init__(self, config: Config, problem: Problem) -> None:
+    def __init__(
+        self, config: Config, problem: Problem, transformer: TransformerEncoder | None = None
+    ) -> None:
+        """Draw the weights; a ``transformer`` that is trained brings its own."""
         check_memory(config, problem)
         self.config = config
         self.problem = problem
         self.similarity: Similarity | None = None  # not trained: given by who has the texts
         model = config.model
         generator = torch.Generator().manual_seed(config.training.seed)
-        self.encoder: BagOfWords | DenseFeatures = (
-            DenseFeatures(problem.feature_count)
-            if problem.dense_features
-            else BagOfWords(problem.feature_count, model.hidden, config.data.unit_length, generator)
-        )
+        self.encoder: BagOfWords | DenseFeatures | TransformerEncoder
+        if transformer is not None:
+            self.encoder = transformer
+        elif problem.dense_features:
+            self.encoder = DenseFeatures(problem.feature_count)
+        else:
+            self.encoder = BagOfWords(problem.feature_count, model.hidden, config.data.unit_length, generator)
         hidden = self.encoder.hidden
         width = _width(config)
         self.penultimate = (
@@ -147,6 +162,7 @@ class Model:
         model = self.config.model
         train = generator is not None
         generator = generator or torch.Generator()
+        self.encoder.train(train)
         hidden = self.encoder(batch, model.input_dropout if train else 0.0, generator)
         if model.hidden_activation == "relu":
             hidden = hidden.relu()
@@ -160,13 +176,19 @@ class Model:
         """Return what the direct connections see, [batch, feature], or None without such connections."""
         if not self.config.model.direct_fan_in:
             return None
-        assert isinstance(self.encoder, BagOfWords), "checked where the model was built"
-        features = self.encoder.rows(batch)
+        features = self.words(batch)
         return (
             features
             if generator is None
             else drop_features(features, self.config.model.input_dropout, generator)
         )
+
+    def words(self, batch: Batch) -> CsrRows:
+        """Return the sparse features [batch, feature] that direct connections and similarity see."""
+        if isinstance(self.encoder, BagOfWords):
+            return self.encoder.rows(batch)
+        assert batch.words is not None, "checked where the stream was made"
+        return unit_length(batch.words) if self.config.data.unit_length else batch.words
 
     def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU."""
@@ -180,12 +202,11 @@ class Model:
     def _similarity(self, batch: Batch) -> LogitOffsets | None:
         if self.similarity is None:
             return None
-        assert isinstance(self.encoder, BagOfWords), "checked where the similarity was made"
-        return self.similarity.offsets(self.encoder.rows(batch))
+        return self.similarity.offsets(self.words(batch))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every weight and the output layer's optimizer state by name, sharing memory."""
-        tensors = {f"encoder.{name}": value.data for name, value in self.encoder.named_parameters()}
+        tensors = {f"encoder.{name}": value for name, value in self.encoder.state_dict().items()}
         if self.penultimate is not None:
             linear = self.penultimate.linear
             tensors |= {"penultimate.weight": linear.weight, "penultimate.bias": linear.bias}
@@ -196,11 +217,11 @@ def _direct_connections(config: Config, problem: Problem) -> DirectConnections |
     fan_in = config.model.direct_fan_in
     if not fan_in:
         return None
-    if problem.dense_features:
+    if problem.dense_features and not problem.word_count:
         raise ConfigError(
             "model.direct_fan_in: needs texts or sparse features, found dense ones; set it to 0"
         )
-    return DirectConnections(problem.label_count, problem.feature_count, fan_in, config.output_optimizer)
+    return DirectConnections(problem.label_count, problem.words, fan_in, config.output_optimizer)
 
 
 def _initial_bias(config: Config, problem: Problem) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -27,6 +28,8 @@ from xmlc.sparsity import draw_connections
 LABELS_DRAWN_AT_ONCE = 1 << 16
 """Labels whose initial weights are drawn in float32 before they are kept in another type."""
 
+_SKIPPED_LOGIT = -1e9
+
 
 class OutputLayer(Protocol):
     """What training and evaluation need of an output layer."""
@@ -40,10 +43,12 @@ class OutputLayer(Protocol):
         learning_rate: float,
         step: int,
         direct: CsrRows | None = None,
+        skipped: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Update the weights from one batch; return loss [] and feature gradient [input, batch].
 
-        ``direct`` [batch, feature] is what direct connections see, where the layer has some.
+        ``direct`` [batch, feature] is what direct connections see, where the layer has some; ``skipped``
+        [batch, label] are no positives, and are not to count as negatives either.
         """
 
     def top_labels(
@@ -123,10 +128,13 @@ class SparseOutput:
         learning_rate: float,
         step: int,
         direct: CsrRows | None = None,
+        skipped: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `OutputLayer.step`."""
         logits = self._direct_logits(direct)
-        direct_offsets = None if logits is None else logits.offsets.to(features.device)
+        logit_offsets, places = _all_offsets(logits, skipped)
+        if logit_offsets is not None:
+            logit_offsets = logit_offsets.to(features.device)
         result = self._fused_step(
             features,
             positives,
@@ -137,10 +145,10 @@ class SparseOutput:
             state=self.state,
             step=step,
             gradient_cutoff=self.loss.gradient_cutoff,
-            offsets=direct_offsets,
+            offsets=logit_offsets,
         )
-        if self.direct is not None and logits is not None and direct_offsets is not None:
-            logits.offsets.gradient.copy_(direct_offsets.gradient)
+        if self.direct is not None and logits is not None and logit_offsets is not None:
+            logits.offsets.gradient.copy_(logit_offsets.gradient.cpu()[places])
             self.direct.update(logits, learning_rate, step)
         return result
 
@@ -249,6 +257,25 @@ class SparseOutput:
             self.positive_weight = self.positive_weight.to(device)
 
 
+def _all_offsets(
+    logits: DirectLogits | None, skipped: CsrRows | None
+) -> tuple[LogitOffsets | None, Tensor | slice]:
+    """Return what is added to the logits, and which of the entries are those of the direct connections.
+
+    A pair that is skipped gets a logit so low that as a negative it has loss 0 and gradient 0, exactly.
+    """
+    if skipped is None:
+        return (None if logits is None else logits.offsets), slice(None)
+    order = np.argsort(skipped.indices, kind="stable")
+    instance = np.repeat(np.arange(skipped.rows, dtype=np.int32), np.diff(skipped.offsets))
+    masked = LogitOffsets.of(
+        torch.from_numpy(skipped.indices[order]),
+        torch.from_numpy(instance[order]),
+        torch.full((len(order),), _SKIPPED_LOGIT),
+    )
+    return (masked, slice(0)) if logits is None else logits.offsets.merged(masked)
+
+
 class DenseOutput:
     """Every label sees every input: the layer to compare with, trained label block by label block."""
 
@@ -277,8 +304,9 @@ class DenseOutput:
         learning_rate: float,
         step: int,
         direct: CsrRows | None = None,
+        skipped: CsrRows | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `OutputLayer.step`; it has no direct connections."""
+        """See `OutputLayer.step`; it has no direct connections and skips nothing."""
         assert self.block_optimizer is not None, "training gives the dense output its optimizer"
         batch = features.shape[1]
         positives_of = _BlockPositives(positives, batch, self.label, self.positive_weight, features.device)

@@ -45,13 +45,16 @@ class LogitOffsets:
 
     def and_also(self, others: LogitOffsets | None) -> LogitOffsets:
         """Return the entries of both, by rising label; the same offsets where there are no others."""
-        if others is None:
-            return self
+        return self if others is None else self.merged(others)[0]
+
+    def merged(self, others: LogitOffsets) -> tuple[LogitOffsets, Tensor]:
+        """Return the entries of both, by rising label, and at which of them these are. int64 [entry]"""
         label, instance, value = (
             torch.cat([getattr(self, name), getattr(others, name)]) for name in ("label", "instance", "value")
         )
         order = label.argsort(stable=True)
-        return LogitOffsets.of(label[order], instance[order], value[order])
+        places = order.argsort()[: self.label.numel()]
+        return LogitOffsets.of(label[order], instance[order], value[order]), places
 
     def to(self, device: torch.device) -> LogitOffsets:
         """Return the offsets on a device; themselves where they are there."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xmlc.config import Config
 from xmlc.data.batches import Batch
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, TokenRows
 from xmlc.errors import ConfigError
 
 LARGE_FEATURE = 1e3
@@ -71,5 +71,7 @@ def high_rates(config: Config, rate_factor: float) -> str:
 
 def _largest_feature(batch: Batch) -> float:
     features = batch.features
+    if isinstance(features, TokenRows):
+        return 1.0
     values = features.values if isinstance(features, CsrRows) else features
     return 1.0 if values is None else float(np.abs(values).max(initial=0.0))

@@ -15,6 +15,7 @@ from xmlc.config import OptimizerConfig
 from xmlc.errors import ConfigError
 from xmlc.nn import Model
 from xmlc.nn.output_layer import DenseOutput
+from xmlc.nn.transformer import TransformerEncoder
 
 State = dict[str, Any]  # tensors, and counters that torch keeps as integers
 Rule = Callable[[Tensor, Tensor, State, float], None]  # parameter, gradient, state, learning rate
@@ -55,8 +56,10 @@ class Optimizers:
     def __init__(self, model: Model) -> None:
         config = model.config
         self._parts: dict[str, PartOptimizer] = {}
-        embeddings = list(model.encoder.parameters())
-        if embeddings:
+        embeddings = [each for each in model.encoder.parameters() if each.requires_grad]
+        if isinstance(model.encoder, TransformerEncoder):
+            self._parts["transformer"] = block_optimizer(embeddings, config.encoder_optimizer)
+        elif embeddings:
             self._parts["encoder"] = _sparse_optimizer(embeddings, config.dense_optimizer)
         if model.penultimate is not None:
             self._parts["penultimate"] = block_optimizer(
@@ -73,15 +76,16 @@ class Optimizers:
 
     def step_encoder(self) -> None:
         """Update the encoder and free its gradient."""
-        encoder = self._parts.get("encoder")
+        encoder = self._parts.get("encoder") or self._parts.get("transformer")
         if encoder is not None:
             encoder.step()
             encoder.free_gradients()
 
-    def set_rates(self, dense: float, output: float) -> None:
+    def set_rates(self, dense: float, output: float, transformer: float = 0.0) -> None:
         """Set the learning rates of this step."""
+        rates = {"output": output, "transformer": transformer}
         for name, optimizer in self._parts.items():
-            optimizer.rate = output if name == "output" else dense
+            optimizer.rate = rates.get(name, dense)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by name; empty before the first step. Counters are int64 []."""

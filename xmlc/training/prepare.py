@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from xmlc.config import Config
 from xmlc.data import Dataset
-from xmlc.data.batches import BatchStream, holdout
+from xmlc.data.batches import BatchStream, Column, holdout
 from xmlc.data.dataset import Features, feature_columns
-from xmlc.data.features import open_text_features
+from xmlc.data.features import TextFeatures, open_text_features
+from xmlc.data.pretrained import no_texts
 from xmlc.data.rows import CsrRows, Int64, concatenate_rows
 from xmlc.data.text import TextVectorizer
+from xmlc.data.tokens import open_tokens
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
 from xmlc.memory.plan import Batches
-from xmlc.nn import Problem, Similarity
+from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
 from xmlc.sparsity import DirectStart, direct_connectivity
+from xmlc.training import progress
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,28 @@ class Prepared:
     validation_filter: CsrRows | None
     """[instance of the validation stream, label]"""
     vectorizer: TextVectorizer | None
+    text_encoder: TextEncoder | None
+    """Of ``encoder.kind = "transformer"``."""
     direct: DirectStart | None
     """Where the model has direct connections: those it starts with."""
     similarity: Similarity | None
     """Where likeness of texts is added to the logits: the texts."""
 
 
-def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prepared:
-    """Hold out validation instances, fit TF-IDF on the others, and open the streams.
+def prepare(
+    dataset: Dataset, config: Config, cache: Path | None = None, encoder: Path | None = None
+) -> Prepared:
+    """Hold out validation instances, fit TF-IDF on the others or encode all texts, and open the streams.
+
+    Args:
+        dataset: What to train on.
+        config: Every setting.
+        cache: Folder of the stores; None takes the usual one.
+        encoder: Folder of the transformer, where the config asks for one.
 
     Raises:
         DataError: There is nothing to train on, or the paper protocol finds no test set.
+        ConfigError: The encoder, or a setting, does not fit.
     """
     split, training = dataset.train, config.training
     if split.labels.rows == 0 or len(split.labels.indices) == 0:
@@ -64,59 +78,58 @@ def prepare(dataset: Dataset, config: Config, cache: Path | None = None) -> Prep
     use_label_texts = documents is not None or (
         of_labels and dataset.kind == "text" and dataset.label_texts is not None
     )
-    features, test_features, vectorizer = split.features, None, None
-    if dataset.test is not None:
-        test_features = dataset.test.features
-    if dataset.kind == "text":
-        texts = open_text_features(
-            dataset,
-            config.text,
-            train_rows,
-            label_documents=use_label_texts,
-            cache=cache,
-        )
-        features, test_features, vectorizer = texts.train, texts.test, texts.vectorizer
-    elif documents is not None:
-        features = _stack(features, dataset.label_features)
-    assert features is not None, "a data set without texts has features"
-    feature_count = feature_columns(features)
-    if feature_count == 0:
-        raise DataError(
-            f"{dataset.name}: training needs at least one feature, found {dataset.kind} features of 0 "
-            "columns; check the files"
-        )
+    inputs = _inputs(dataset, config, train_rows, use_words, use_label_texts, encoder, cache)
+    features, words = inputs.train, inputs.train_words
 
-    labels = split.labels
+    labels = trained_labels = split.labels
+    skipped = split.filter_pairs if config.data.skip_filter_pairs else None
+    if skipped is not None:
+        trained_labels = labels.without(skipped)
     direct = similarity = None
     if use_words:
-        direct, similarity = _of_words(dataset, config, features, train_rows, use_label_texts)
+        seen = features if words is None else words
+        assert isinstance(seen, CsrRows), "dense features were refused"
+        direct, similarity = _of_words(dataset, config, seen, train_rows, use_label_texts)
     if use_label_texts and documents is None:
-        assert isinstance(features, CsrRows), "text features are sparse"
-        features = features.head(split.instances)
+        if words is not None:
+            words = words.head(split.instances)
+        else:
+            assert isinstance(features, CsrRows), "text features are sparse"
+            features = features.head(split.instances)
     if documents is not None:  # rows behind those of the instances
-        labels = concatenate_rows([labels, _identity(dataset.label_count)], dataset.label_count)
+        own = _identity(dataset.label_count)
+        labels, trained_labels = (
+            concatenate_rows([each, own], dataset.label_count) for each in (labels, trained_labels)
+        )
+        if skipped is not None:
+            none = CsrRows(np.zeros(own.rows + 1, np.int64), own.indices[:0], None, own.columns)
+            skipped = concatenate_rows([skipped, none], dataset.label_count)
         train_rows = np.concatenate([train_rows, split.instances + documents])
-    validation = BatchStream(features, labels, validation_rows, BATCH, training.seed)
+    validation = BatchStream(features, labels, validation_rows, BATCH, training.seed, words=words)
     validation_filter = None if split.filter_pairs is None else split.filter_pairs.take(validation_rows)
     if training.paper_protocol:
-        if dataset.test is None or test_features is None:
+        if dataset.test is None or inputs.test is None:
             raise DataError(f"{dataset.name}: the paper protocol chooses on the test set, found none")
-        validation = whole(test_features, dataset.test.labels)
+        validation = whole(inputs.test, dataset.test.labels, inputs.test_words)
         validation_filter = dataset.test.filter_pairs
     return Prepared(
         problem=Problem(
-            dense_features=dataset.kind == "dense",
-            feature_count=feature_count,
+            dense_features=dataset.kind == "dense" or inputs.text_encoder is not None,
+            feature_count=inputs.feature_count,
             label_count=dataset.label_count,
             instances=split.instances,
             propensity_a=dataset.propensity_a,
             propensity_b=dataset.propensity_b,
             label_instances=np.bincount(split.labels.indices, minlength=dataset.label_count),
+            word_count=0 if words is None else words.columns,
         ),
-        train=BatchStream(features, labels, train_rows, training.batch_size, training.seed),
+        train=BatchStream(
+            features, trained_labels, train_rows, training.batch_size, training.seed, skipped, words
+        ),
         validation=validation,
         validation_filter=validation_filter if config.data.mask_filter_pairs else None,
-        vectorizer=vectorizer,
+        vectorizer=inputs.vectorizer,
+        text_encoder=inputs.text_encoder,
         direct=direct,
         similarity=similarity,
     )
@@ -133,8 +146,104 @@ def batches_of(prepared: Prepared) -> Batches:
     )
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What instances are to the encoder, and beside it to direct connections and similarity."""
+
+    train: Features | Column
+    """Training instances; below them the labels', where their texts or features are asked for."""
+    feature_count: int
+    test: Features | Column | None = None
+    train_words: CsrRows | None = None
+    """[instance, word], as ``train``, where that is not what direct connections see."""
+    test_words: CsrRows | None = None
+    vectorizer: TextVectorizer | None = None
+    text_encoder: TextEncoder | None = None
+
+
+def _inputs(
+    dataset: Dataset,
+    config: Config,
+    train_rows: Int64,
+    use_words: bool,
+    use_label_texts: bool,
+    encoder: Path | None,
+    cache: Path | None,
+) -> _Inputs:
+    """Open or make what the encoder, direct connections and similarity read.
+
+    Raises:
+        DataError: There is nothing for the encoder to read.
+        ConfigError: The folder ``encoder`` holds none, or a setting does not fit it.
+    """
+    words: TextFeatures | None = None
+    transformer = config.encoder.kind == "transformer"
+    if dataset.kind == "text" and (use_words or not transformer):
+        words = open_text_features(
+            dataset, config.text, train_rows, label_documents=use_label_texts, cache=cache
+        )
+    if transformer:
+        assert encoder is not None, "located by the caller"
+        train, test, text_encoder = _encoded(dataset, config, encoder, cache)
+        made = _Inputs(train, text_encoder.transformer.hidden, test, text_encoder=text_encoder)
+        if words is None:
+            return made
+        return replace(made, train_words=words.train, test_words=words.test, vectorizer=words.vectorizer)
+    features = dataset.train.features
+    test_features = None if dataset.test is None else dataset.test.features
+    if words is not None:
+        features, test_features = words.train, words.test
+    elif config.data.label_documents:
+        features = _stack(features, dataset.label_features)
+    assert features is not None, "a data set without texts has features"
+    count = feature_columns(features)
+    if count == 0:
+        raise DataError(
+            f"{dataset.name}: training needs at least one feature, found {dataset.kind} features of 0 "
+            "columns; check the files"
+        )
+    return _Inputs(features, count, test_features, vectorizer=None if words is None else words.vectorizer)
+
+
+def _encoded(
+    dataset: Dataset, config: Config, folder: Path, cache: Path | None
+) -> tuple[Column, Column | None, TextEncoder]:
+    """Load a transformer and let it read the training texts, below them those of the labels if asked for.
+
+    Returns:
+        What training instances are: tokens, or embeddings of a frozen encoder; what test instances are, under
+        the paper protocol; and the encoder.
+
+    Raises:
+        DataError: There are no texts.
+        ConfigError: The folder holds no encoder, or a setting does not fit it.
+    """
+    texts = dataset.train.texts
+    if texts is None:
+        raise no_texts(dataset.name, dataset.kind)
+    encoder = TextEncoder.load(folder, config.encoder)
+    encoder.transformer.to(config.training.device)
+    columns = {f"{dataset.fingerprint} train": texts}
+    if config.data.label_documents:
+        assert dataset.label_texts is not None, "checked by the caller"
+        columns[f"{dataset.fingerprint} labels"] = dataset.label_texts
+    rows: Column
+    if config.encoder.trained:
+        rows = open_tokens(encoder.tokenizer, list(columns.values()), " + ".join(columns), cache)
+    else:
+        count = sum(map(len, columns.values()))
+        progress.say(f"{dataset.name}: {count:,} embeddings of {config.encoder.path}, kept in the cache")
+        rows = open_embeddings(encoder, columns, progress.embedding_bar, cache)
+    test = None if dataset.test is None else dataset.test.texts
+    if test is None or not config.training.paper_protocol:
+        return rows, None, encoder
+    if config.encoder.trained:
+        return rows, EncodedTexts(test, encoder), encoder
+    return rows, open_embeddings(encoder, {f"{dataset.fingerprint} test": test}, cache=cache), encoder
+
+
 def _of_words(
-    dataset: Dataset, config: Config, features: Features, train_rows: Int64, use_label_texts: bool
+    dataset: Dataset, config: Config, features: CsrRows, train_rows: Int64, use_label_texts: bool
 ) -> tuple[DirectStart | None, Similarity | None]:
     """Make what the config asks for of the training instances' words and, where there are some, the labels'.
 
@@ -143,7 +252,6 @@ def _of_words(
     Raises:
         ConfigError: The label texts have a weight, and there are none.
     """
-    assert isinstance(features, CsrRows), "checked by the caller"
     texts = dataset.label_features if isinstance(dataset.label_features, CsrRows) else None
     if use_label_texts and dataset.kind == "text":
         texts = features.take(np.arange(dataset.train.instances, features.rows))
@@ -209,6 +317,6 @@ def _described(features: Features | None) -> str:
     return f"{kind} ones of {feature_columns(features)} columns"
 
 
-def whole(features: Features, labels: CsrRows) -> BatchStream:
+def whole(features: Features | Column, labels: CsrRows, words: CsrRows | None) -> BatchStream:
     """Return a stream over all instances of a split, for evaluation."""
-    return BatchStream(features, labels, np.arange(labels.rows), BATCH, seed=0)
+    return BatchStream(features, labels, np.arange(labels.rows), BATCH, seed=0, words=words)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from xmlc.data.batches import Batch
 
+T = TypeVar("T")
 _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
@@ -32,6 +34,14 @@ def evaluation_bar(batches: Iterable[Batch], total: int) -> Iterable[Batch]:
     with bar(total, "evaluate") as progress:
         for batch in batches:
             yield batch
+            progress.update()
+
+
+def embedding_bar(blocks: Iterable[T], total: int) -> Iterable[T]:
+    """Pass blocks of texts through under a bar."""
+    with bar(total, "embed texts") as progress:
+        for block in blocks:
+            yield block
             progress.update()
 
 

@@ -6,6 +6,7 @@ data.json          source, fingerprint and counts of the data set
 metrics.jsonl      one line for each epoch, docs/run-folder.md
 train.log          what happened, with times
 checkpoints/       docs/checkpoint-format.md
+encoder/           of a transformer: settings, tokenizer and weights as training found them
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import IO, Any
 from xmlc import native
 from xmlc.checkpoint import CheckpointFolder
 from xmlc.config import Config, dump_config, load_config
+from xmlc.data.pretrained import copy_encoder, encoder_fingerprint
 from xmlc.errors import CheckpointError, ConfigError
-from xmlc.evaluation.predict import CHECKPOINTS
+from xmlc.evaluation.predict import CHECKPOINTS, ENCODER, check_encoder, fingerprint_of_run
 from xmlc.files import check_writable, open_regular, parse_json, reason, sync, temporary_of, write_atomic
 
 CONFIG, ENVIRONMENT, DATA, METRICS, LOG, LOCK = (
@@ -43,6 +45,7 @@ CHANGEABLE = frozenset(
     {
         "output_optimizer.learning_rate",
         "dense_optimizer.learning_rate",
+        "encoder_optimizer.learning_rate",
         "training.epochs",
         "training.threads",
         "training.clip_norm",
@@ -66,9 +69,12 @@ class RunFolder:
         self.path = path
         self._lock: IO[str] | None = None
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS)
+        self.encoder = path / ENCODER
 
-    def create(self, config: Config, data: dict[str, Any]) -> None:
+    def create(self, config: Config, data: dict[str, Any], encoder: Path | None = None) -> None:
         """Write what describes the run; the config comes last, so that what has one is a run.
+
+        The files of the folder ``encoder`` are copied: the run then needs that folder no more.
 
         ``checkpoints/`` is there from the start: a run without it has lost it.
 
@@ -77,6 +83,9 @@ class RunFolder:
         """
         self.checkpoints.create()
         write_atomic(self.path / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+        if encoder is not None:
+            copy_encoder(encoder, self.encoder)
+            data = data | {ENCODER: encoder_fingerprint(self.encoder)}
         write_atomic(self.path / DATA, json.dumps(data, indent=2) + "\n")
         write_atomic(self.path / CONFIG, dump_config(config))
 
@@ -89,8 +98,8 @@ class RunFolder:
         Raises:
             CheckpointError: The folder holds something already.
         """
-        begun = {LOCK, CHECKPOINTS, ENVIRONMENT, DATA}
-        begun |= {temporary_of(self.path / name).name for name in (ENVIRONMENT, DATA, CONFIG)}
+        begun = {LOCK, CHECKPOINTS, ENVIRONMENT, DATA, ENCODER}
+        begun |= {temporary_of(self.path / name).name for name in (ENVIRONMENT, DATA, CONFIG, ENCODER)}
         found = {entry.name for entry in self.path.iterdir()}
         root = self.checkpoints.root
         if found <= begun and root.is_dir() and not any(root.iterdir()):
@@ -120,7 +129,7 @@ class RunFolder:
 
         Raises:
             ConfigError: A setting differs that must not; its key is named.
-            CheckpointError: The data set differs.
+            CheckpointError: The data set, or the run's own encoder, differs.
         """
         old = load_config(self.config_file()).model_dump(mode="json")
         new = config.model_dump(mode="json")
@@ -138,7 +147,9 @@ class RunFolder:
                 )
         try:
             with open_regular(self.path / DATA) as stream:
-                began = parse_json(stream.read())["fingerprint"]
+                facts = parse_json(stream.read())
+            began = facts["fingerprint"]
+            encoder = facts[ENCODER] if config.encoder.kind == "transformer" else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path / DATA}: must say what data the run began on, found {error!r}; "
@@ -149,6 +160,8 @@ class RunFolder:
                 f"{self.path}: the run began on data with fingerprint {began}, found {fingerprint}; "
                 "give the same data set"
             )
+        if encoder is not None:
+            check_encoder(self.path, encoder, fingerprint_of_run(self.encoder))
         return changed
 
     def change(self, config: Config) -> None:

@@ -33,7 +33,7 @@ def training_step(
             features = model.features(hidden)  # [input, batch]
             direct = model.direct_features(batch, generator)  # [batch, feature] or None
     with stopwatch.phase("output_step"):
-        loss, gradient = model.output.step(features, batch.labels, output_rate, step, direct)
+        loss, gradient = model.output.step(features, batch.labels, output_rate, step, direct, batch.skipped)
     with stopwatch.phase("dense_update"):
         _dense_update(model, hidden, features, gradient, optimizers, clip_norm)
     return loss
@@ -60,9 +60,8 @@ def _dense_update(
         if clip_norm > 0.0:
             factor = _clip_factor(model, hidden, gradient, clip_norm)
             gradient *= factor
-            for parameter in model.encoder.parameters():
-                assert parameter.grad is not None
-                parameter.grad.mul_(factor)
+            for encoder_gradient in _encoder_gradients(model):
+                encoder_gradient.mul_(factor)
         if model.penultimate is not None:
             model.penultimate.update(hidden, gradient, optimizers.penultimate)
     optimizers.step_encoder()
@@ -73,12 +72,16 @@ def step_generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) % (1 << 63))
 
 
+def _encoder_gradients(model: Model) -> list[Tensor]:
+    """Return those of the parameters that are trained and were used."""
+    return [each.grad for each in model.encoder.parameters() if each.grad is not None]
+
+
 def _clip_factor(model: Model, hidden: Tensor, gradient: Tensor, clip_norm: float) -> Tensor:
     """Return what to multiply the gradients of encoder and penultimate layer by."""
     square = gradient.new_zeros(())
-    for parameter in model.encoder.parameters():
-        assert parameter.grad is not None
-        values = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+    for each in _encoder_gradients(model):
+        values = each.coalesce().values() if each.is_sparse else each
         square += values.square().sum()
     if model.penultimate is not None:
         square += model.penultimate.linear.gradient_square_norm(hidden.T, gradient)

@@ -19,10 +19,13 @@ from xmlc import __version__, native
 from xmlc.checkpoint import CheckpointReader
 from xmlc.config import Config
 from xmlc.data import Batch, Dataset
+from xmlc.data.pretrained import locate_encoder
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
 from xmlc.evaluation import evaluate_model
+from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
+from xmlc.memory.plan import check_plannable
 from xmlc.memory.process import hard_limit, return_large_blocks, usage
 from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
@@ -74,7 +77,12 @@ class Trainer:
         self.config = config
         self.folder = folder
         self.prepared = prepared
-        self.model = Model(config, prepared.problem)
+        encoder = prepared.text_encoder
+        self.model = Model(
+            config,
+            prepared.problem,
+            encoder.transformer if encoder is not None and config.encoder.trained else None,
+        )
         self._connect()
         self.model.move(torch.device(config.training.device))
         self.optimizers = Optimizers(self.model)
@@ -178,7 +186,11 @@ class Trainer:
         position.step += 1
         factor = self.rate_factor * self.schedule.factor(position.step)
         output_rate = config.output_optimizer.learning_rate * factor
-        self.optimizers.set_rates(config.dense_optimizer.learning_rate * factor, output_rate)
+        self.optimizers.set_rates(
+            config.dense_optimizer.learning_rate * factor,
+            output_rate,
+            config.encoder_optimizer.learning_rate * factor * self._encoder_warmup(),
+        )
         loss = float(
             training_step(
                 self.model,
@@ -200,6 +212,11 @@ class Trainer:
             position.redistributions.append({"step": position.step, "moved": moved})
             self.folder.log(f"step {position.step}: redistributed {moved} connections")
         return loss
+
+    def _encoder_warmup(self) -> float:
+        """Return the factor of a trained encoder's rate in this step."""
+        steps = self.config.encoder_optimizer.warmup_steps
+        return min(1.0, self.position.step / steps) if steps else 1.0
 
     def _check_loss(self, loss: float, batch: Batch, factor: float) -> None:
         position = self.position
@@ -334,6 +351,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "problem": self.prepared.problem.facts(),
             "data": data_facts(self.dataset),
+            "encoder": self._encoder_fingerprint(),
             "position": vars(position),
             "schedule": {
                 "plateau": self.schedule.plateau.state(),
@@ -351,6 +369,10 @@ class Trainer:
                 self.folder.checkpoints.mark_best(name)
             self.folder.checkpoints.keep(last=self.config.training.keep_last)
         self._saved = time.monotonic()
+
+    def _encoder_fingerprint(self) -> str | None:
+        encoder = self.prepared.text_encoder
+        return None if encoder is None else encoder.tokenizer.fingerprint
 
     def resume(self) -> None:
         """Continue from the latest checkpoint; from the start where there is none yet."""
@@ -379,6 +401,7 @@ class Trainer:
         """Take over everything that `save` wrote."""
         reader = CheckpointReader(path)
         metadata: Any = reader.metadata
+        check_encoder(path, metadata.get("encoder"), self._encoder_fingerprint())
         try:
             for name, tensor in self.model.tensors().items():
                 reader.read_into(f"model.{name}", tensor)
@@ -474,6 +497,8 @@ def train_into(
         native.require_cuda()
     if enforce and budget_bytes is None:
         raise ConfigError("train: enforce needs a budget to enforce, found none; give one, such as 4GiB")
+    if budget_bytes is not None:
+        check_plannable(config)
     run = RunFolder(folder)
     with run.locked():
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
@@ -483,7 +508,10 @@ def train_into(
         start = usage()
         threads = config.training.threads or torch.get_num_threads()
         torch.set_num_threads(1 if config.training.deterministic else threads)
-        prepared, limit = prepare(dataset, config, cache), budget_bytes
+        encoder = None
+        if config.encoder.kind == "transformer":
+            encoder = run.encoder if resume else locate_encoder(config.encoder)
+        prepared, limit = prepare(dataset, config, cache, encoder), budget_bytes
         if limit is not None:
             limit -= start.anonymous
             config, prepared = _fitted(config, prepared, limit, run, resume)
@@ -502,7 +530,7 @@ def train_into(
                 if changed:
                     run.change(config)
             else:
-                run.create(config, data_facts(dataset))
+                run.create(config, data_facts(dataset), encoder)
             kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
             run.log(f"training on {threads} threads with {kernels} kernels")
             running.append(trainer.stopwatch)
