@@ -18,7 +18,7 @@ from xmlc.errors import ConfigError
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.nn.dense import BLOCK_BYTES
 from xmlc.nn.model import Problem, weight_shapes
-from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE
+from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE
 from xmlc.nn.similarity import INSTANCES_AT_ONCE
 from xmlc.ops import OptimizerState, checks
 from xmlc.ops.fused_step import workspace_bytes as fused_step_bytes
@@ -35,7 +35,7 @@ Category = Literal["weights", "optimizer", "statistics", "batch", "workspace", "
 RANKS = 5
 STATISTICS_BYTES = 17
 """Bytes for each label while deciles are cut: counts int32, order int64, half of that to sort it, decile."""
-EMBEDDING_COPIES = 7
+EMBEDDING_COPIES = 5
 """Of the rows that a batch touches: gradient by entry, coalesced, moments and their changes."""
 
 
@@ -108,11 +108,7 @@ def check_plannable(config: Config) -> None:
 
 
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
-    """Plan a run on the CPU.
-
-    The peak of the dense and bottleneck outputs is planned like the sparse one's, with their logits of a
-    block in the place of the workspace. The problem's ``label_instances`` are not read: their number counts.
-    """
+    """Plan a run on the CPU. The problem's ``label_instances`` are not read: their number counts."""
     sizes = _Sizes(config, problem, batches)
     return Plan(
         (*_weights(sizes), *_optimizer_state(sizes), *_statistics(sizes)),
@@ -249,17 +245,22 @@ def _output_step(s: _Sizes) -> Iterator[Term]:
         )
         yield Term("workspace of fused_step", "workspace", size, "asked of the op")
     else:
-        yield from _dense_block(s, s.label, s.input, "output")
+        yield _logits(s, s.batch, _LOSS_BYTES)
 
 
-def _dense_block(s: _Sizes, rows: int, columns: int, name: str) -> Iterator[Term]:
-    block = min(rows, max(1, BLOCK_BYTES // (4 * columns)))
-    yield Term(f"gradient of a block of {name}", "temporary", *_of_shape((block, columns), 4))
-    if name == "output":
-        size, formula = _of_shape((block, s.batch), 4)
-        yield Term(
-            "logits of a block and what the loss makes of them", "temporary", 8 * size, f"8 * {formula}"
-        )
+_LOSS_BYTES = 37
+"""Of a logit of the dense output: nine floats and a flag, of autograd through the loss."""
+_SORT_BYTES = 32
+"""Of a logit of the dense output while it is ranked: copies, order and labels."""
+
+
+def _logits(s: _Sizes, batch: int, logit_bytes: int) -> Term:
+    return Term("logits of a block", "temporary", *_of_shape((_block(s.label, s.input), batch), logit_bytes))
+
+
+def _block(rows: int, columns: int) -> int:
+    """Return the rows of a block of a `BlockedLinear`."""
+    return min(rows, max(1, BLOCK_BYTES // (4 * columns)))
 
 
 def _dense_update(s: _Sizes) -> Iterator[Term]:
@@ -268,7 +269,8 @@ def _dense_update(s: _Sizes) -> Iterator[Term]:
     if s.width:
         yield Term("gradient of hidden", "batch", *_of_shape((s.batch, s.hidden), 4))
         if s.problem.dense_features:
-            yield from _dense_block(s, s.width, s.hidden, "penultimate")
+            block = (_block(s.width, s.hidden), s.hidden)
+            yield Term("gradient of a block of penultimate", "temporary", *_of_shape(block, 4))
     if not s.problem.dense_features:
         size, formula = _of_shape((round(s.batch * s.batches.words), s.hidden), 4)
         yield Term(
@@ -292,6 +294,11 @@ def _validation(s: _Sizes) -> Iterator[Term]:
             s.layer(), s.evaluated, RANKS, s.threads_for(s.label * s.config.model.fan_in * s.evaluated)
         )
         ranking.append(Term("workspace of top_labels", "workspace", size, "asked of the op"))
+    else:
+        sorted_at_once = min(LOGITS_SORTED_AT_ONCE, _block(s.label, s.input) * s.evaluated)
+        blocks_held = 2 if _block(s.label, s.input) < s.label else 1  # one goes when the next has come
+        ranking.append(_logits(s, s.evaluated, 4 * blocks_held))
+        ranking.append(Term("sorting", "temporary", *_of_shape((sorted_at_once,), _SORT_BYTES)))
     similarity = s.config.similarity
     compared = s.label * (similarity.text_weight > 0.0) + s.problem.instances * (
         similarity.neighbour_weight > 0.0

@@ -66,7 +66,8 @@ class PeakWatch:
     """Follows the anonymous memory of this process; use it as a context.
 
     A thread samples it every two milliseconds. The kernel's own record of the resident peak, less the most
-    that files had of it, catches what falls between two samples: the true peak is at least that.
+    that files had of it, catches what falls between two samples. A file that is mapped and unmapped between
+    two of them counts as anonymous: the figure may be too high, never too low by more than what files change.
     """
 
     def __init__(self) -> None:
@@ -130,15 +131,16 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def return_large_blocks() -> None:
-    """Let blocks of 4 MiB and more go back to the system when they are freed, for the rest of the process.
+    """Let blocks of 1 MiB and more go back to the system when they are freed, for the rest of the process.
 
     glibc would learn from the first of them to keep blocks of up to 32 MiB, in a heap between whose gaps the
-    batch's tensors then find no place: a third more memory than is ever in use. Elsewhere nothing changes.
+    batch's tensors then find no place: a third more memory than is ever in use. To get fresh pages in every
+    step costs time, so this is for runs of which memory is the matter. Elsewhere nothing changes.
     """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -28,6 +28,8 @@ from xmlc.sparsity import draw_connections
 LABELS_DRAWN_AT_ONCE = 1 << 16
 """Labels whose initial weights are drawn in float32 before they are kept in another type."""
 
+LOGITS_SORTED_AT_ONCE = 1 << 18
+"""Of the dense output: sorting takes some 30 bytes for each."""
 _SKIPPED_LOGIT = -1e9
 
 
@@ -334,14 +336,14 @@ class DenseOutput:
         scores = features.new_empty(batch, 0)
         labels = features.new_empty(batch, 0, dtype=torch.int64)
         for block in self.linear.blocks:
-            logits = block(features).T  # [batch, block]
-            # Earlier blocks stand first and the sort is stable: ties go to the lowest label.
-            numbers = torch.arange(block.rows.start, block.rows.stop, device=features.device).expand(
-                batch, -1
-            )
-            scores, order = torch.cat([scores, logits], 1).sort(dim=1, descending=True, stable=True)
-            labels = torch.cat([labels, numbers], 1).gather(1, order)[:, :k]
-            scores = scores[:, :k]
+            first = block.rows.start
+            for logits in block(features).split(max(1, LOGITS_SORTED_AT_ONCE // batch)):
+                # Earlier labels stand first and the sort is stable: ties go to the lowest label.
+                numbers = torch.arange(first, first + len(logits), device=features.device).expand(batch, -1)
+                scores, order = torch.cat([scores, logits.T], 1).sort(dim=1, descending=True, stable=True)
+                labels = torch.cat([labels, numbers], 1).gather(1, order[:, :k])
+                scores = scores[:, :k].clone()  # a view would keep them all
+                first += len(logits)
         return scores, labels
 
     def tensors(self) -> dict[str, Tensor]:

@@ -42,6 +42,8 @@ from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
 
 LOWEST_RATE_FACTOR = 2.0**-10
+MANY_CONNECTIONS = 1 << 23
+"""From here on a step takes so long that fresh pages for its tensors cost nothing to speak of."""
 METRIC_RANKS = 5
 METRICS = ("P", "nDCG", "R", "PSP", "PSnDCG")
 DECILE_VALUES = ("labels", "training_positives", "P@1", "P@5", "PSP@1", "PSP@5", "R@5", "coverage@5")
@@ -504,7 +506,8 @@ def train_into(
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
         if not resume:
             run.check_empty()
-        return_large_blocks()
+        if budget_bytes is not None or dataset.label_count * config.model.fan_in >= MANY_CONNECTIONS:
+            return_large_blocks()
         start = usage()
         threads = config.training.threads or torch.get_num_threads()
         torch.set_num_threads(1 if config.training.deterministic else threads)

@@ -1,0 +1,86 @@
+"""The budget: what is shrunk, in which order, and what is said where nothing fits."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from xmlc.config import Config, load_config
+from xmlc.errors import ConfigError
+from xmlc.memory.budget import BudgetError, fit, needed_bytes, parse_bytes
+from xmlc.memory.plan import Batches, plan
+from xmlc.nn import Problem
+
+PROBLEM = Problem(True, 256, 200_000, 100_000, 0.55, 1.5, np.empty(0, np.int64))
+BATCHES = Batches(1000, 256.0)
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, ["training.threads=1", *overrides])
+
+
+def needed(settings: Config) -> int:
+    return needed_bytes(plan(settings, PROBLEM, BATCHES))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("400MB", 400_000_000), ("2.5g", 5 << 29), (" 7 kib ", 7168), ("12", 12), ("3B", 3)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 apples", "-1GB", "1e400"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="a size must be a number with a unit such as 4GiB"):
+        parse_bytes(text)
+
+
+def test_what_fits_stays_as_it_is() -> None:
+    settings = config()
+    assert fit(settings, PROBLEM, BATCHES, needed(settings)).changes == ()
+
+
+def test_precision_goes_first() -> None:
+    settings = config()
+    [change] = fit(settings, PROBLEM, BATCHES, needed(settings) - 1).changes
+    assert str(change) == "model.weight_dtype = bfloat16 (was float32)"
+
+
+def test_every_budget_between_is_kept_by_the_settings_found() -> None:
+    settings = config("model.width=16384")
+    most = needed(settings)
+    smallest = int(re.findall(r"at least ([0-9.]+) MiB", _refusal(settings))[0].split(".")[0]) + 1
+    for available in np.linspace(smallest << 20, most, 12).astype(int).tolist():
+        fitting = fit(settings, PROBLEM, BATCHES, available)
+        assert needed_bytes(fitting.plan) <= available
+        assert fitting.plan == plan(fitting.config, PROBLEM, BATCHES)
+
+
+def test_a_batch_that_was_shrunk_in_vain_goes_back() -> None:
+    settings = config("model.width=16384", "model.weight_dtype=bfloat16", "output_optimizer.kind=sgd")
+    plain = config(
+        "model.width=16384",
+        "model.weight_dtype=bfloat16",
+        "output_optimizer.kind=sgd",
+        "dense_optimizer.kind=sgd",
+    )
+    [change] = fit(settings, PROBLEM, BATCHES, needed(plain)).changes
+    assert change.key == "dense_optimizer.kind"
+
+
+def _refusal(settings: Config) -> str:
+    with pytest.raises(BudgetError) as error:
+        fit(settings, PROBLEM, BATCHES, 1 << 20)
+    return str(error.value)
+
+
+def test_the_refusal_names_what_would_do_and_what_takes_the_most() -> None:
+    message = _refusal(config())
+    found = re.search(r"at least ([0-9.]+) MiB .* found 1.0 MiB; the most is (.+) with", message)
+    assert found is not None, message
+    smallest = int((float(found[1]) + 0.1) * 2**20)
+    assert fit(config(), PROBLEM, BATCHES, smallest).changes
