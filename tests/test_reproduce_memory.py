@@ -1,0 +1,39 @@
+"""The table of memory in small: a whole run under a hard limit, and one that the limit stops."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def reproduce(out: Path, *options: str) -> tuple[int, dict[str, str]]:
+    """Run the small row and return exit status and row."""
+    command = [
+        sys.executable,
+        *(["-P"] if sys.flags.safe_path else []),
+        ROOT / "scripts" / "reproduce_memory",
+    ]
+    done = subprocess.run(
+        [*command, "small", "--threads", "1", "--out", out, *options], capture_output=True, text=True
+    )
+    with out.open(newline="") as file:
+        [row] = csv.DictReader(file)
+    return done.returncode, row
+
+
+def test_a_whole_run_holds_under_its_limit(tmp_path: Path) -> None:
+    status, row = reproduce(tmp_path / "memory.csv")
+    assert status == 0
+    assert (row["held_under_limit"], row["failed"]) == ("yes", "")
+    assert 0 < int(row["peak_bytes"]) < int(row["limit_bytes"])
+
+
+def test_a_limit_that_is_too_low_is_told(tmp_path: Path) -> None:
+    status, row = reproduce(tmp_path / "memory.csv", "--limit", "130e6")
+    assert status == 1
+    assert (row["held_under_limit"], row["failed"]) == ("no", "")
+    assert int(row["peak_bytes"]) > 0  # of the run without a limit
