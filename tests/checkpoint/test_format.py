@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from xmlc.checkpoint import (
     CheckpointFolder,
+    CheckpointReader,
     format,
     read_checkpoint,
     read_into,
@@ -763,3 +764,68 @@ def test_a_removed_checkpoint_loses_its_manifest_on_the_disk_before_its_data(tmp
 
     assert present == [["tensors-0.safetensors"]]
     assert checkpoints.names() == ["step-2"]
+
+
+# ---- tensor by tensor ------------------------------------------------------------------------------------
+
+
+def flip_last_byte_of(folder: Path, name: str) -> None:
+    """Damage one tensor, and nothing else, of a checkpoint."""
+    entries = json.loads((folder / format.MANIFEST).read_text())["tensors"]
+    [path] = folder.glob("tensors-*.safetensors")
+    data = bytearray(path.read_bytes())
+    end = len(data) - sum(entry["bytes"] for entry in entries.values())
+    for other, entry in entries.items():
+        end += entry["bytes"]
+        if other == name:
+            break
+    data[end - 1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_tensors_are_read_one_by_one_in_any_order(tmp_path: Path) -> None:
+    tensors = of_every_dtype()
+    write_checkpoint(tmp_path / "saved", tensors, METADATA)
+    reader = CheckpointReader(tmp_path / "saved")
+    assert reader.metadata == METADATA
+    assert reader.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert equal({name: reader.read(name) for name in sorted(tensors, reverse=True)}, tensors)
+
+
+def test_reading_into_a_tensor_changes_its_version(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "saved", OLD, METADATA)
+    into = torch.zeros(2, 3)
+    version = into._version
+    CheckpointReader(tmp_path / "saved").read_into("weight", into)
+    assert bits(into) == bits(OLD["weight"])
+    assert into._version > version
+
+
+@pytest.mark.parametrize("into", [torch.zeros(3, 2), torch.zeros(2, 3).double(), torch.zeros(3, 2).T])
+def test_a_tensor_that_does_not_fit_is_refused_unchanged(into: torch.Tensor, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "saved", OLD, METADATA)
+    with pytest.raises(CheckpointError, match="'weight' must be read into contiguous torch.float32"):
+        CheckpointReader(tmp_path / "saved").read_into("weight", into)
+    assert not into.any()
+
+
+@pytest.mark.parametrize("damaged", ["weight", "bias", "step"])
+def test_damage_shows_in_the_tensor_read_and_in_the_rest(damaged: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "saved", NEW, METADATA)
+    flip_last_byte_of(tmp_path / "saved", damaged)
+    reader = CheckpointReader(tmp_path / "saved")
+    for name in NEW.keys() - {damaged}:
+        assert bits(reader.read(name)) == bits(NEW[name])
+    with pytest.raises(CheckpointError, match=f"tensor '{damaged}' must have the checksum"):
+        reader.check_rest()
+    with pytest.raises(CheckpointError, match=f"tensor '{damaged}' must have the checksum"):
+        reader.read(damaged)
+
+
+def test_what_has_been_read_is_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "saved", NEW, METADATA)
+    reader = CheckpointReader(tmp_path / "saved")
+    for name in NEW:
+        reader.read(name)
+    monkeypatch.setattr(format, "open_regular", lambda _: pytest.fail("nothing is left to verify"))
+    reader.check_rest()

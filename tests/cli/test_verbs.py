@@ -15,8 +15,13 @@ from click.testing import Result
 
 from xmlc import __version__
 from xmlc.config import PRESETS, dump_config, load_config
+from xmlc.data import open_dataset
 from xmlc.evaluation import load
 from xmlc.evaluation.run import evaluate_run, report_table
+from xmlc.memory.budget import needed_bytes
+from xmlc.memory.plan import plan
+from xmlc.memory.process import usage
+from xmlc.training.prepare import batches_of, prepare
 
 Xmlc = Callable[..., Result]
 
@@ -32,11 +37,14 @@ def ok(result: Result) -> str:
 
 def test_help_lists_the_verbs_in_the_order_of_use(xmlc: Xmlc) -> None:
     text = ok(xmlc("--help"))
-    places = [text.index(f"\n  {verb} ") for verb in ("train", "eval", "predict", "data", "report", "info")]
+    places = [
+        text.index(f"\n  {verb} ")
+        for verb in ("train", "eval", "predict", "data", "profile", "report", "info")
+    ]
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "predict", "data", "report", "info"])
+@pytest.mark.parametrize("verb", ["train", "eval", "predict", "data", "profile", "report", "info"])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_verb_has_help(verb: str, flag: str, xmlc: Xmlc) -> None:
     assert f" {verb} [OPTIONS]" in ok(xmlc(verb, flag)).splitlines()[0]
@@ -346,3 +354,60 @@ def test_report_goes_into_the_run_folder(xmlc: Xmlc, home: Path, tmp_path: Path)
     shutil.copytree(home / "dense run", run)
     assert ok(xmlc("report", run)) == f"{run / 'report.html'}\n"
     assert (run / "report.html").is_file()
+
+
+# ---- profile ---------------------------------------------------------------------------------------------
+
+
+def test_profile_plans_by_sizes_alone(xmlc: Xmlc) -> None:
+    sizes = ("--labels", 670091, "--dim", 768, "--fan-in", 32, "--width", 65536, "--batch", 128)
+    found = json.loads(ok(xmlc("profile", *sizes, "--json", "--explain")))
+    held = {term["name"]: term["bytes"] for term in found["terms"]["checkpoint"]}
+    assert held["output.indices"] == 670091 * 32 * 2
+    assert held["penultimate.weight"] == 65536 * 768 * 4
+    assert found["phases"]["checkpoint"] == sum(held.values())
+    assert found["peak_bytes"] == max(found["phases"].values())
+    text = ok(xmlc("profile", *sizes, "--explain"))
+    assert "670,091 * 32 * 2" in text
+    assert "65,536 * 128 * 4" in text
+
+
+@pytest.mark.parametrize("kind", problems.KINDS)
+def test_profile_plans_a_data_set(kind: str, home: Path, xmlc: Xmlc) -> None:
+    text = ok(xmlc("profile", home / f"{kind} data", "--config", home / "config.toml"))
+    assert "output_step" in text
+    assert "the largest part is" in text
+
+
+@pytest.mark.parametrize("sizes", [("--labels", 5, "somewhere"), ()])
+def test_profile_takes_data_or_sizes(sizes: tuple[object, ...], xmlc: Xmlc) -> None:
+    result = xmlc("profile", *sizes)
+    assert result.exit_code == 2
+    assert "name DATA, or give --labels, and not both" in result.stderr
+
+
+def test_profile_names_the_smallest_budget(xmlc: Xmlc) -> None:
+    result = xmlc("profile", "--labels", 670091, "--budget", "1MiB")
+    assert result.exit_code == 2
+    assert "memory: the budget must leave at least" in result.stderr
+
+
+def test_a_budget_shrinks_settings_and_is_recorded(home: Path, tmp_path: Path, xmlc: Xmlc) -> None:
+    settings = ("--config", home / "config.toml", "--set", "model.width=32768", "--set", "training.epochs=1")
+    config = load_config(home / "config.toml", ["model.width=32768", "training.epochs=1"])
+    prepared = prepare(open_dataset(home / "dense data"), config)
+    needed = needed_bytes(plan(config, prepared.problem, batches_of(prepared)))
+    budget = usage().anonymous + needed * 3 // 4
+    result = xmlc("train", home / "dense data", "--out", tmp_path / "run", *settings, "--budget", budget)
+    ok(result)
+    assert "to fit the budget, " in result.stderr
+    recorded = load_config(tmp_path / "run" / "config.toml")
+    assert recorded != config
+    assert recorded.training.epochs == 1
+
+
+def test_enforcing_needs_a_budget(home: Path, tmp_path: Path, xmlc: Xmlc) -> None:
+    result = xmlc("train", home / "dense data", "--out", tmp_path / "run", "--enforce")
+    assert result.exit_code == 2
+    assert "enforce needs a budget" in result.stderr
+    assert not (tmp_path / "run").exists()

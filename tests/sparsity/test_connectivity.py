@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, XmlcError
-from xmlc.sparsity import connectivity, direct_connectivity, index_dtype, random_connectivity
+from xmlc.sparsity import (
+    connectivity,
+    direct_connectivity,
+    draw_connections,
+    index_dtype,
+    random_connectivity,
+)
 
 
 @settings(max_examples=50)
@@ -126,3 +132,15 @@ def test_profiles_in_several_blocks_fit_together(monkeypatch: pytest.MonkeyPatch
     parts = direct_connectivity(features, labels, None, 3, 1.0, 1.0, max_frequency=1.0)
     assert (parts.indices == whole.indices).all()
     np.testing.assert_array_equal(parts.weight, whole.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [1, 16])
+def test_a_draw_on_the_layers_weights_is_the_same_and_leaves_them(
+    group_size: int, dtype: torch.dtype
+) -> None:
+    weight = torch.linspace(-1, 1, 50 * 6).reshape(50, 6).to(dtype)
+    kept = weight.clone()
+    drawn = draw_connections(weight, 40, group_size, 9)
+    assert torch.equal(drawn.int(), random_connectivity(50, 40, 6, group_size, 9).int())
+    assert torch.equal(weight, kept)
