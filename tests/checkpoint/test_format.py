@@ -804,7 +804,7 @@ def test_reading_into_a_tensor_changes_its_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("into", [torch.zeros(3, 2), torch.zeros(2, 3).double(), torch.zeros(3, 2).T])
 def test_a_tensor_that_does_not_fit_is_refused_unchanged(into: torch.Tensor, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "saved", OLD, METADATA)
-    with pytest.raises(CheckpointError, match="'weight' must be read into contiguous torch.float32"):
+    with pytest.raises(CheckpointError, match=r"'weight' must be read into contiguous torch\.float32"):
         CheckpointReader(tmp_path / "saved").read_into("weight", into)
     assert not into.any()
 
