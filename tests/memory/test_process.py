@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xmlc.errors import ConfigError
+from xmlc.memory import process
 from xmlc.memory.process import PeakWatch, usage
 
 MEBIBYTE = 1 << 20
@@ -134,3 +136,12 @@ main(["train", str(folder), "--out", sys.argv[3], *settings])
     assert "(features)" in message or "(workspace of fused_step)" in message or "gradient" in message
     assert "these settings would fit, in a new run: --set " in message
     assert message.endswith("no checkpoint was written before")
+
+
+def test_systems_without_proc_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process, "_STATUS", tmp_path / "status")
+    with pytest.raises(
+        ConfigError, match=r"measuring and limits need Linux's .*status, found none; plan without"
+    ):
+        process.require_linux()
+    assert process.usage() == process.Usage(0, 0, 0, 0)

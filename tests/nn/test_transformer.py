@@ -179,18 +179,6 @@ def test_frozen_layers_of_a_model_that_names_them_otherwise(tmp_path: Path, load
     assert all("transformer.layer.2." in name for name in trained)
 
 
-def test_an_encoder_that_cannot_recompute_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise ValueError("no")
-
-    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-        monkeypatch.setattr(BertModel, name, refuse, raising=False)
-    with pytest.raises(
-        ConfigError, match=r"recompute_activations: bert in .* cannot do that; set it to false"
-    ):
-        load(frozen=False, recompute_activations=True)
-
-
 def test_recomputed_activations_give_the_same_gradients(folder: Path, load: Load) -> None:
     plain = gradients(load(frozen=False), tokens(folder))
     again = gradients(load(frozen=False, recompute_activations=True), tokens(folder))
@@ -231,6 +219,15 @@ def test_a_length_above_the_positions_is_refused(load: Load) -> None:
 def test_more_frozen_layers_than_there_are_are_refused(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"frozen_layers: must be at most .* found 3 of 2"):
         load(frozen=False, frozen_layers=3)
+
+
+def test_recomputing_where_the_model_cannot_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BertModel, "supports_gradient_checkpointing", False)
+    with pytest.raises(
+        ConfigError, match=r"recompute_activations: bert in .* cannot do that; set it to false"
+    ):
+        load(frozen=False, recompute_activations=True)
+    assert load(recompute_activations=True)  # a frozen encoder has nothing to recompute
 
 
 def test_weights_that_are_missing_are_refused_and_not_drawn(tmp_path: Path, load: Load) -> None:
