@@ -1,6 +1,9 @@
 // Feeds changed corpus files to the native text parser, for ASan and UBSan (see scripts/fuzz_native): the
 // text lies in a heap block of exactly its size, and so do the arrays, so that one byte too far is seen.
-// Checks what is promised of the results. `LLVMFuzzerTestOneInput` also links with libFuzzer
+// Checks what is promised of the results. Guided by coverage: what takes the parser along an edge between two
+// basic blocks that was not taken before, or taken less often, is changed further. The parser is compiled
+// with -fsanitize-coverage=trace-pc, which GCC and clang know; `LLVMFuzzerTestOneInput` also links with
+// libFuzzer
 // (-DXMLC_LIBFUZZER, clang).
 #include <chrono>
 #include <cmath>
@@ -89,6 +92,37 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 }
 
 #if !defined(XMLC_LIBFUZZER)
+namespace {
+
+constexpr std::size_t kEdges = 1 << 16;
+std::uint8_t times[kEdges];  // that this run took each edge
+std::uint8_t seen[kEdges];   // one bit for each order of magnitude of that, over all runs
+std::uintptr_t last_block = 0;
+
+// Returns whether this run took an edge as no run before did, and forgets the run.
+bool found_new() {
+  bool found = false;
+  for (std::size_t edge = 0; edge < kEdges; ++edge) {
+    if (times[edge] == 0) continue;
+    const auto magnitude = static_cast<std::uint8_t>(1u << (31 - __builtin_clz(times[edge])));
+    found |= (seen[edge] & magnitude) == 0;
+    seen[edge] |= magnitude;
+    times[edge] = 0;
+  }
+  last_block = 0;
+  return found;
+}
+
+}  // namespace
+
+// Called by the parser at the start of every basic block.
+extern "C" void __sanitizer_cov_trace_pc() {
+  const auto block = reinterpret_cast<std::uintptr_t>(__builtin_return_address(0));
+  std::uint8_t& edge = times[(block ^ (last_block << 7)) % kEdges];
+  edge = static_cast<std::uint8_t>(edge + (edge < 255));
+  last_block = block;
+}
+
 int main(int count, char** arguments) {
   require(count > 2, "usage: fuzz_sparse_text SECONDS FILE...");
   std::vector<std::string> seeds;
@@ -121,6 +155,11 @@ int main(int count, char** arguments) {
                                            "1:1 ",
                                            std::string(1, '\0'),
                                            "\xff"};
+  constexpr std::size_t kLongest = 4096, kMostKept = 4096;
+  const std::size_t committed = seeds.size();
+  for (const std::string& seed : seeds)
+    LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(seed.data()), seed.size());
+  require(found_new(), "the parser must be compiled with -fsanitize-coverage=trace-pc");
   std::mt19937_64 random(0);
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(std::atoi(arguments[1]));
   std::int64_t runs = 0;
@@ -132,7 +171,9 @@ int main(int count, char** arguments) {
       if (random() % 8 == 0) text.resize(random() % (text.size() + 1));
     }
     LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(text.data()), text.size());
+    if (found_new() && text.size() <= kLongest && seeds.size() < kMostKept) seeds.push_back(text);
   }
-  std::printf("%lld texts\n", static_cast<long long>(runs));
+  std::printf("%lld texts, %zu of them took a new way\n", static_cast<long long>(runs),
+              seeds.size() - committed);
 }
 #endif
