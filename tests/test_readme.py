@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_kind_of_example_is_found() -> None:
     assert len(PYTHON) == 5
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
 
 
 def test_python_examples_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
