@@ -243,7 +243,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
     """Append one row."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)

@@ -85,7 +85,7 @@ def main() -> None:
                 rows.append({**facts, "reader": name, "repeat": repeat, "seconds": round(seconds, 4)})
     new = not chosen.results.exists()
     with chosen.results.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -46,7 +46,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
     new = not RESULTS.exists()
     with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)
