@@ -212,3 +212,23 @@ def test_only_one_mini_batch_has_a_graph_at_a_time() -> None:
     assert most == 0
     cache.backward()
     assert (alive, most) == (0, 4)
+
+
+def test_gradients_of_a_backward_pass_that_failed_are_not_added_to_the_next() -> None:
+    """The embeddings used to stay, so that the next step's gradients were the sum of both steps'."""
+    layer, fails = nn.Linear(3, 3), True
+
+    def encoder(part: Tensor) -> Tensor:
+        if fails and torch.is_grad_enabled():
+            raise ValueError("no memory")
+        return layer(part)
+
+    cache, inputs = GradientCache(4), torch.randn(10, 3)
+    cache.embed(encoder, inputs).sum().backward()
+    with pytest.raises(ValueError, match="no memory"):
+        cache.backward()
+    fails = False
+    cache.embed(encoder, inputs).sum().backward()
+    cache.backward()
+    assert layer.bias.grad is not None
+    assert torch.allclose(layer.bias.grad, torch.full((3,), 10.0))

@@ -87,10 +87,11 @@ class GradientCache:
                 "GradientCache.backward: all embeddings must have gradients, found some without; call "
                 "backward() of a loss of them all first"
             )
-        last = {id(each.module): each for each in self._embedded}  # of several, the last stays
-        for each in self._embedded:
+        # Forgotten first: where an encoder fails, the next step must not add these gradients once more.
+        embedded, self._embedded = self._embedded, []
+        last = {id(each.module): each for each in embedded}  # of several, the last stays
+        for each in embedded:
             each.backward(reduce=last[id(each.module)] is each)
-        self._embedded.clear()
 
 
 class _RandomState:
