@@ -480,3 +480,16 @@ def test_the_initial_bias_follows_the_loss() -> None:
     for loss, bias in (("squared_hinge", -1.0), ("bce", -math.log(40)), ("softmax", 0.0)):
         assert head(loss=loss).output.bias.unique().tolist() == pytest.approx([bias])
     assert head(loss="bce", bias_init=0.5).output.bias.unique().tolist() == [0.5]
+
+
+def test_a_copy_of_a_head_for_autograd_shares_its_own_weights_with_its_layer() -> None:
+    """They used to be apart: twice the memory, and a layer that stayed behind the parameters."""
+    layer = head(fused=False)
+    twin = copy.deepcopy(layer)
+    assert twin.output.weight.data_ptr() == twin.weight.data_ptr() != layer.weight.data_ptr()
+    assert twin.output.bias.data_ptr() == twin.bias.data_ptr()
+
+
+def test_embeddings_that_are_not_dense_are_refused() -> None:
+    with pytest.raises(DataError, match=r"must be a floating-point tensor .* found torch\.sparse_coo"):
+        head()(embeddings().detach().to_sparse(), ROWS)

@@ -260,7 +260,9 @@ class SparseHead(nn.Module):
 
     def _check_embeddings(self, embeddings: Tensor) -> None:
         found = f"{type(embeddings).__name__}"
-        if isinstance(embeddings, Tensor):
+        if isinstance(embeddings, Tensor) and embeddings.layout is not torch.strided:
+            found = f"{embeddings.layout}"
+        elif isinstance(embeddings, Tensor):
             found = f"{embeddings.dtype} {list(embeddings.shape)}"
             fits = embeddings.dim() == 2 and embeddings.shape[0] > 0 and embeddings.shape[1] == self.hidden
             if fits and embeddings.is_floating_point() and embeddings.device == self.device:
@@ -348,6 +350,12 @@ class SparseHead(nn.Module):
             self.output.weight, self.output.bias = self.weight.data, self.bias.data
         self.output.move(fn(torch.empty(0, device=self.device)).device)
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let a copy's layer share the parameters, as here; parameters are copied apart from tensors."""
+        super().__setstate__(state)
+        if not self.fused:
+            self.output.weight, self.output.bias = self.weight.data, self.bias.data
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
