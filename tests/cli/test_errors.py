@@ -63,6 +63,8 @@ def train(xmlc: Xmlc, home: Path, tmp_path: Path) -> Callable[..., Result]:
         (["predict", "x", "-k", "-1"], "-1 is not in the range"),
         (["predict", "x", "no such file"], "'no such file': No such file or directory"),
         (["predict", "x", "."], "Is a directory"),
+        (["profile", "--labels", "9223372036854775807"], "is not in the range"),
+        (["profile", "--labels", "9", "--width", "99999999999999999999"], "is not in the range"),
         (["report"], "Missing argument 'RUN'"),
         (["data", "bogus"], "No such command 'bogus'"),
     ],
@@ -377,3 +379,13 @@ def test_a_cuda_device_that_is_not_there_is_refused_with_the_reason_and_leaves_n
     line = refused(train("--device", "cuda"))
     assert "a CUDA device and CUDA kernels for it must be there" in line and reason in line
     assert not (tmp_path / "run").exists()
+
+
+# ---- profile ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["-1", "1e30", "nan", "4 kilos", "", "9" * 400, "1." + "9" * 400])
+def test_a_budget_that_is_no_size(size: str, xmlc: Xmlc) -> None:
+    """One of hundreds of digits used to end in an OverflowError."""
+    found = refused(xmlc("profile", "--labels", "9", "--budget", size))
+    assert "memory: a size must be a number with a unit such as 4GiB or 400MB" in found

@@ -11,17 +11,20 @@ import click
 
 from xmlc.config import PRESETS
 
+_MOST = 2**31 - 1  # rows and columns that indices of 32 bits can name
+_SIZE = click.IntRange(1, _MOST)
+
 
 @click.command(name="profile", short_help="Plan and measure the memory of a run.")
 @click.argument("data", required=False)
-@click.option("--labels", type=click.IntRange(1), help="Labels, where no DATA is named.")
-@click.option("--dim", type=click.IntRange(1), default=768, show_default=True, help="Dense features.")
-@click.option("--sparse-features", type=click.IntRange(0), default=0, help="Sparse features instead.")
-@click.option("--words", type=click.IntRange(1), default=100, show_default=True, help="Of an instance.")
-@click.option("--instances", type=click.IntRange(1), default=1_000_000, show_default=True)
-@click.option("--fan-in", type=click.IntRange(1), help="model.fan_in")
-@click.option("--width", type=click.IntRange(1), help="model.width")
-@click.option("--batch", type=click.IntRange(1), help="training.batch_size")
+@click.option("--labels", type=_SIZE, help="Labels, where no DATA is named.")
+@click.option("--dim", type=_SIZE, default=768, show_default=True, help="Dense features.")
+@click.option("--sparse-features", type=click.IntRange(0, _MOST), default=0, help="Sparse features instead.")
+@click.option("--words", type=_SIZE, default=100, show_default=True, help="Of an instance.")
+@click.option("--instances", type=_SIZE, default=1_000_000, show_default=True)
+@click.option("--fan-in", type=_SIZE, help="model.fan_in")
+@click.option("--width", type=_SIZE, help="model.width")
+@click.option("--batch", type=_SIZE, help="training.batch_size")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.option("--recipe", is_flag=True, help="Start from the data set's committed recipe.")
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="Settings to start from.")

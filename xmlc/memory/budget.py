@@ -55,7 +55,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: It is none.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     if found is None or found[2].lower() not in units:
         raise ConfigError(
