@@ -121,3 +121,13 @@ def test_entries_are_taken_out_with_their_values() -> None:
     left = rows.without(CsrRows(np.array([0, 1]), np.array([2], np.int32), None, 5))
     assert left.values is not None
     assert left.values.tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 0], [0, -5, -1], [0, 1, -2]])
+def test_offsets_that_fall_are_refused_even_where_the_last_is_not_above_zero(offsets: list[int]) -> None:
+    """SciPy checks them only where the last one is above 0; its products would read outside of memory."""
+    matrix = scipy.sparse.csr_array((2, 3))
+    matrix.indptr, matrix.indices = np.array(offsets, np.int32), np.array([0, 1], np.int32)
+    matrix.data = np.ones(2)
+    with pytest.raises(DataError, match="found: index pointer values must not fall; write it anew"):
+        CsrRows.from_scipy(matrix, "features")

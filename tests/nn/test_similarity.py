@@ -112,6 +112,10 @@ def test_arrays_give_the_same_similarity(config: dict[str, float]) -> None:
         ("instances.values", np.full(30, np.nan, np.float32)),
         ("labels.offsets", np.array([0, 3, 1])),
         ("labels.offsets", np.array([], np.int64)),
+        ("texts.offsets", -np.arange(FEATURE + 1)),
+        ("texts.offsets", np.zeros(FEATURE + 1, np.float32)),
+        ("texts.indices", np.zeros(30, np.float32)),
+        ("instances.values", np.ones(30, np.float16)),
     ],
 )
 def test_damaged_arrays_are_refused(name: str, value: NDArray[np.generic]) -> None:
@@ -123,3 +127,13 @@ def test_damaged_arrays_are_refused(name: str, value: NDArray[np.generic]) -> No
         value = np.resize(value, arrays[name].shape)
     with pytest.raises(DataError, match=r"similarity\.\w+: "):
         Similarity.from_arrays(similarity.config, arrays | {name: value}, FEATURE, LABEL)
+
+
+def test_arrays_of_other_dtypes_are_refused() -> None:
+    similarity = Similarity.of(SimilarityConfig(text_weight=1.0), TEXTS, INSTANCES, LABELS)
+    arrays = similarity.arrays()
+    halves = {"texts.values": arrays["texts.values"].astype(np.float16)}
+    with pytest.raises(
+        DataError, match=r"must be int64 offsets, int32 indices and float32 values, found .*float16"
+    ):
+        Similarity.from_arrays(similarity.config, arrays | halves, FEATURE, LABEL)

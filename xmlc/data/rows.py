@@ -57,7 +57,8 @@ class CsrRows:
     def transposed(self) -> CsrRows:
         """Return the matrix as [column, row], with values."""
         matrix = self.to_scipy().T.tocsr()
-        return CsrRows(matrix.indptr.astype(np.int64), matrix.indices, matrix.data, self.rows)
+        indices = matrix.indices.astype(np.int32, copy=False)  # int64 where there are 2^31 entries
+        return CsrRows(matrix.indptr.astype(np.int64), indices, matrix.data, self.rows)
 
     def to_scipy(self) -> scipy.sparse.csr_matrix:
         """Return a float32 ``scipy.sparse.csr_matrix`` [row, column]."""
@@ -82,6 +83,8 @@ class CsrRows:
         rows = scipy.sparse.csr_array(matrix, copy=True)
         try:
             rows.check_format(full_check=True)
+            if (np.diff(rows.indptr) < 0).any():  # unseen by SciPy where the last one is not above 0
+                raise ValueError("index pointer values must not fall")
         except ValueError as error:
             raise DataError(
                 f"{where}: must be a valid sparse matrix, found: {error}; write it anew"

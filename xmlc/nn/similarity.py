@@ -129,6 +129,9 @@ def _matrix(name: str, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, int
     offsets, indices = arrays[f"{name}.offsets"], arrays[f"{name}.indices"]
     values = arrays.get(f"{name}.values", np.ones(len(indices), np.float32))
     where = f"similarity.{name}"
+    found = [array.dtype.name for array in (offsets, indices, values)]
+    if found != ["int64", "int32", "float32"]:
+        raise DataError(f"{where}: must be int64 offsets, int32 indices and float32 values, found {found}")
     try:
         matrix = scipy.sparse.csr_matrix((values, indices, offsets), shape=shape)
     except ValueError as error:
