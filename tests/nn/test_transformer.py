@@ -297,3 +297,22 @@ def test_code_in_the_folder_is_never_run(tmp_path: Path, load: Load) -> None:
     with pytest.raises(ConfigError, match="must hold"):
         load(tmp_path)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (
+            '{"weight_map": {"a": "pytorch_model.bin"}}',
+            "an index that names 'pytorch_model.bin', no safetensors",
+        ),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "an index that names .*, no safetensors beside it"),
+        ("[]", r"an index without files \(TypeError\)"),
+    ],
+)
+def test_an_index_names_only_safetensors_in_its_folder(index: str, words: str, tmp_path: Path) -> None:
+    """The library would unpickle the first, and read the second, of which no fingerprint knows."""
+    folder = encoders.write(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=words):
+        load_transformer(folder, EncoderConfig(kind="transformer", path="x"), None)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from xmlc.data.pretrained import first_line, quiet, transformers
 from xmlc.data.rows import Int64, TokenRows
 from xmlc.data.tokens import TextTokenizer
 from xmlc.errors import ConfigError, DataError
+from xmlc.files import parse_json
 from xmlc.nn.encoder import drop
 
 _TOKENS_AT_ONCE = 8192  # padding included, where nothing is kept for a backward pass
@@ -98,6 +99,7 @@ def load_transformer(folder: Path, config: EncoderConfig, tokenizer: TextTokeniz
     Raises:
         ConfigError: It is no encoder of texts, weights are missing, or a setting does not fit it.
     """
+    _check_index(folder)
     try:
         with quiet():
             encoder, loaded = transformers().AutoModel.from_pretrained(
@@ -136,6 +138,20 @@ def load_transformer(folder: Path, config: EncoderConfig, tokenizer: TextTokeniz
     made = TransformerEncoder(encoder, config, tokenizer.pad).eval()
     _probe(made, folder)
     return made
+
+
+def _check_index(folder: Path) -> None:
+    """Check that an index names no pickle and no file that the folder's fingerprint leaves out."""
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return
+    try:
+        names = set(parse_json(path.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _no_encoder(folder, f"an index without files ({type(error).__name__})") from None
+    for name in names:
+        if not (isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")):
+            raise _no_encoder(folder, f"an index that names {name!r}, no safetensors beside it")
 
 
 def _check_sizes(encoder: Any, config: EncoderConfig, tokenizer: TextTokenizer, folder: Path) -> None:
