@@ -10,6 +10,7 @@ import pytest
 from xmlc.config import Config, load_config
 from xmlc.errors import ConfigError
 from xmlc.memory.budget import BudgetError, fit, needed_bytes, parse_bytes
+from xmlc.memory.exhausted import Facts, _advice
 from xmlc.memory.plan import Batches, plan
 from xmlc.nn import Problem
 
@@ -84,3 +85,15 @@ def test_the_refusal_names_what_would_do_and_what_takes_the_most() -> None:
     assert found is not None, message
     smallest = int((float(found[1]) + 0.1) * 2**20)
     assert fit(config(), PROBLEM, BATCHES, smallest).changes
+
+
+@pytest.mark.parametrize(
+    ("limited", "advice"),
+    [
+        (True, "a hard limit counts address space, touched or not: raise the budget by"),
+        (False, "close other programs"),
+    ],
+)
+def test_where_the_plan_fits_the_advice_is_about_what_it_does_not_count(limited: bool, advice: str) -> None:
+    facts = Facts(config(), PROBLEM, BATCHES, 0)
+    assert advice in _advice(facts, 2 * needed(config()), limited)

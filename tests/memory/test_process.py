@@ -35,8 +35,8 @@ with PeakWatch() as watch:
     done = child(code)
     assert done.returncode == 0, done.stderr
     first, second = (int(line) / MEBIBYTE for line in done.stdout.split())
-    assert 32 <= first < 40
-    assert 8 <= second < 16
+    assert 31 <= first < 40  # what was held at the start may have been given back since
+    assert 7 <= second < 16
 
 
 def test_a_mapped_file_is_not_counted(tmp_path: Path) -> None:
@@ -61,6 +61,7 @@ def test_an_allocation_beyond_the_limit_fails_and_one_within_it_does_not() -> No
     code = """
 import torch
 from xmlc.memory.process import hard_limit
+torch.set_num_threads(1)
 with hard_limit(64 << 20):
     torch.ones(32 << 18)
     try:

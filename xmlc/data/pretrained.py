@@ -99,7 +99,8 @@ def _in_package(path: str) -> Path:
             return Path(place, inside).resolve()
     found = f"no folder {inside!r} in it" if places else "no such package"
     raise ConfigError(
-        f"encoder.path: {path} must name an installed package and a folder in it, found {found}; install it"
+        f"encoder.path: {path} must name an installed package and a folder in it, found {found}; install the "
+        "package, or correct the folder"
     )
 
 

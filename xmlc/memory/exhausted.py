@@ -72,9 +72,10 @@ def _message(run: Facts, phase: str, text: str, limit: int) -> str:
     else:
         asked = text or "a block of native code"
     allowed = (usage().data if limit == resource.RLIM_INFINITY else limit) - run.start_bytes
+    advice = _advice(run, allowed, limited=limit != resource.RLIM_INFINITY)
     return (
         f"training: memory must suffice for {asked} in phase {phase}, found none beyond the "
-        f"{mebibytes(allowed)} that this run could have; {_advice(run, allowed)}"
+        f"{mebibytes(allowed)} that this run could have; {advice}"
     )
 
 
@@ -87,13 +88,18 @@ def _name(run: Facts, phase: str, asked: int) -> str:
     return f" ({min(near, key=lambda term: abs(term.bytes - asked)).name})" if near else ""
 
 
-def _advice(run: Facts, allowed: int) -> str:
+def _advice(run: Facts, allowed: int, limited: bool) -> str:
     if run.config.encoder.trained:  # no plan knows it
         return "lower training.batch_size or encoder.max_length, or set encoder.recompute_activations = true"
     try:
         fitting = fit(run.config, run.problem, run.batches, allowed)
     except BudgetError as error:
         return str(error).removeprefix("memory: ")
+    if not fitting.changes and limited:
+        return (
+            "the plan says that it would fit, but a hard limit counts address space, touched or not: raise "
+            "the budget by 64 MiB or more, or do not enforce it"
+        )
     if not fitting.changes:
         return "the plan says that it would fit: close other programs, or see xmlc profile --measure"
     options = " ".join(f"--set {change.key}={change.now}" for change in fitting.changes)

@@ -111,6 +111,7 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
 
     Sets ``RLIMIT_DATA``, which counts private writable address space, so memory-mapped data is free.
     torch's threads are started first: their stacks count, and one that is refused would end the process.
+    Stacks of as many threads again, those of the native kernels, may come on top: they are hardly touched.
 
     Raises:
         ConfigError: The system allows less already, or is not Linux.
@@ -118,7 +119,9 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
     require_linux()
     torch.ones(1 << 20).sum()
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = usage().data + budget_bytes
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stacks = (torch.get_num_threads() + 1) * (min(stack, _LARGEST_STACK) if stack > 0 else _LARGEST_STACK)
+    limit = usage().data + budget_bytes + stacks
     if before[1] != resource.RLIM_INFINITY and limit > before[1]:
         raise ConfigError(
             f"memory: the limit must be at most the system's RLIMIT_DATA of {before[1]:,} bytes, "
@@ -131,6 +134,7 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+_LARGEST_STACK = 8 << 20  # what Linux gives a thread unless told otherwise
 LARGE_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
