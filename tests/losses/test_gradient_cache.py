@@ -185,6 +185,8 @@ def test_misuse_is_named() -> None:
     cache.embed(nn.Linear(1, 1), torch.ones(3, 1))
     with pytest.raises(XmlcError, match="found some without; call backward"):
         cache.backward()
+    cache.clear()
+    cache.backward()  # nothing is left to do
 
 
 def test_only_one_mini_batch_has_a_graph_at_a_time() -> None:

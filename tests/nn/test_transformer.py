@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +277,14 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path, load: Load) -> Non
         T5Model(config).save_pretrained(tmp_path)
         encoders.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="found a t5 with a decoder"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_that_says_no_number_of_tokens_is_refused(tmp_path: Path, load: Load) -> None:
+    encoders.write(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "x"}))
+    with pytest.raises(ConfigError, match="found a tokenizer whose model_max_length is 'x'"):
         load(tmp_path)
 
 

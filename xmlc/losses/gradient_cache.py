@@ -85,13 +85,17 @@ class GradientCache:
         if any(each.embeddings.grad is None for each in self._embedded):
             raise XmlcError(
                 "GradientCache.backward: all embeddings must have gradients, found some without; call "
-                "backward() of a loss of them all first"
+                "backward() of a loss of them all first, or clear() where a step is given up"
             )
         # Forgotten first: where an encoder fails, the next step must not add these gradients once more.
         embedded, self._embedded = self._embedded, []
         last = {id(each.module): each for each in embedded}  # of several, the last stays
         for each in embedded:
             each.backward(reduce=last[id(each.module)] is each)
+
+    def clear(self) -> None:
+        """Forget the embeddings of a step that is given up."""
+        self._embedded = []
 
 
 class _RandomState:

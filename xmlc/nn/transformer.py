@@ -156,7 +156,10 @@ def _check_index(folder: Path) -> None:
 
 def _check_sizes(encoder: Any, config: EncoderConfig, tokenizer: TextTokenizer, folder: Path) -> None:
     positions = getattr(encoder.config, "max_position_embeddings", None) or config.max_length
-    longest = min(positions, tokenizer.tokenizer.model_max_length)
+    accepted = tokenizer.tokenizer.model_max_length
+    if not isinstance(accepted, int | float):
+        raise _no_encoder(folder, f"a tokenizer whose model_max_length is {accepted!r}")
+    longest = min(positions, accepted)
     if config.max_length > longest:
         raise ConfigError(
             f"encoder.max_length: must be at most the {longest} positions of the encoder in {folder}, found "
