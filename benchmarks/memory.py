@@ -191,7 +191,7 @@ def whole_run(folder: Path, settings: tuple[str, ...], limit_bytes: int) -> dict
                 "limit_bytes": limit_bytes,
             }
             done = subprocess.run(
-                [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__, "--child",
+                [sys.executable, "-P", __file__, "--child",
                  json.dumps(job)],
                 env=os.environ | {"XMLC_CACHE": str(folder / "cache")},
                 stdout=subprocess.PIPE,

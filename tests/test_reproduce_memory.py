@@ -14,7 +14,7 @@ def reproduce(out: Path, *options: str) -> tuple[int, dict[str, str]]:
     """Run the small row and return exit status and row."""
     command = [
         sys.executable,
-        *(["-P"] if sys.flags.safe_path else []),
+        "-P",
         ROOT / "scripts" / "reproduce_memory",
     ]
     done = subprocess.run(
@@ -22,6 +22,7 @@ def reproduce(out: Path, *options: str) -> tuple[int, dict[str, str]]:
     )
     with out.open(newline="") as file:
         [row] = csv.DictReader(file)
+    print(done.stdout, done.stderr)  # shown where a test fails
     return done.returncode, row
 
 

@@ -16,7 +16,7 @@ MEBIBYTE = 1 << 20
 
 
 def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-c", code, *arguments]
+    command = [sys.executable, "-P", "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
 

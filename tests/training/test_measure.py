@@ -17,7 +17,7 @@ SHAPES = [
 
 
 def profile(shape: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "xmlc.cli", "profile"]
+    command = [sys.executable, "-P", "-m", "xmlc.cli", "profile"]
     threads = ["--set", "training.threads=1"]
     return subprocess.run(
         [*command, *shape.split(), *threads, "--check", "--json"], capture_output=True, text=True
@@ -50,7 +50,7 @@ def greedy(trainer):
 Trainer.validate = greedy
 main(["profile", "--labels", "1000", "--dim", "32", "--width", "512", "--check"])
 """
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "beyond 5 % + 8 MiB" in done.stdout

@@ -33,6 +33,7 @@ _SUFFIXES = (".txt", ".npz", ".npy")
 TEXT_FILES = ("trn_raw_texts.txt", "tst_raw_texts.txt", "lbl_raw_texts.txt", "Yf.txt", "Xf.txt")
 FILES = (*(stem + suffix for stem in _STEMS for suffix in _SUFFIXES), *TEXT_FILES)
 STARTS = tuple(stem + suffix for stem in _STEMS[:4] for suffix in _SUFFIXES)
+_MOST_TOLD = 300  # characters of a library's own message, which may hold parts of the file
 
 
 def read_matrices(folder: Path, scratch: Scratch, reading: Reading) -> Dataset:
@@ -153,7 +154,7 @@ def _read_npz(path: Path) -> tuple[CsrRows, int]:
     except Exception as error:  # a damaged file may raise anything: of zipfile, zlib, NumPy or SciPy
         raise DataError(
             f"{path}: must be a sparse matrix saved by scipy.sparse.save_npz without pickled objects, found: "
-            f"{error}; save it again"
+            f"{str(error)[:_MOST_TOLD]}; save it again"
         ) from None
     merged = CsrRows.from_scipy(matrix, str(path))
     return merged, matrix.nnz - len(merged.indices)
@@ -171,6 +172,7 @@ def _load_array(path: Path) -> NDArray[Any]:
         return open_memmap(path, mode="r")  # refuses pickles
     except Exception as error:  # a damaged header may raise anything
         raise DataError(
-            f"{path}: must be an array saved by numpy.save without pickled objects, found: {error}; "
+            f"{path}: must be an array saved by numpy.save without pickled objects, found: "
+            f"{str(error)[:_MOST_TOLD]}; "
             "save it again"
         ) from None
