@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError, model_validator
@@ -61,6 +61,7 @@ _CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _POINTER_BYTES = 1024  # a file's name has at most 255
 _BLANK_CHECKSUM = "0" * 64
 _brief = reprlib.Repr().repr  # of what a stranger wrote: a line, not a page
+_OTHER_TENSORS = "check the run's configuration"
 _LOAD_ANOTHER = "load another checkpoint of the run, or a fresh copy of this one"
 
 
@@ -129,14 +130,13 @@ def read_into(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str,
     Raises:
         CheckpointError: As ``read_checkpoint``, or the tensors are not those of the checkpoint.
     """
-    manifest = _checked_manifest(folder)
-    advice = "check the run's configuration"
-    _check_names(f"{folder}: the checkpoint", set(tensors), set(manifest.tensors), advice)
-    for name, entry in manifest.tensors.items():
-        _check_fits(folder, name, entry, tensors[name], advice)
-    for file, entries in manifest.files().items():
-        _read_data(folder / file, entries, tensors)
-    return manifest.metadata
+    reader = CheckpointReader(folder)
+    _check_names(f"{folder}: the checkpoint", set(tensors), set(reader.shapes), _OTHER_TENSORS)
+    for name, tensor in tensors.items():
+        reader.check_fits(name, tensor)
+    for name, tensor in tensors.items():
+        reader.read_into(name, tensor)
+    return reader.metadata
 
 
 class CheckpointReader:
@@ -151,11 +151,17 @@ class CheckpointReader:
         Raises:
             CheckpointError: The folder holds no checkpoint, one of a newer version, or one that is cut short.
         """
+        manifest = _checked_manifest(folder)
         self.folder = folder
-        self._manifest = _checked_manifest(folder)
+        self.metadata: Mapping[str, JsonValue] = manifest.metadata
+        self.shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
+        self._places: dict[str, tuple[_Entry, int]] = {}  # and at which byte of its file it starts
         self._read: set[str] = set()
-        self.metadata: Mapping[str, JsonValue] = self._manifest.metadata
-        self.shapes = {name: tuple(entry.shape) for name, entry in self._manifest.tensors.items()}
+        for entries in manifest.files().values():
+            start = len(_header(entries))
+            for name, entry in entries.items():
+                self._places[name] = (entry, start)
+                start += entry.bytes
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor as a new one on the CPU.
@@ -164,7 +170,7 @@ class CheckpointReader:
             KeyError: The checkpoint has no such tensor.
             CheckpointError: Its bytes are not those that were written.
         """
-        entry = self._manifest.tensors[name]
+        entry, _ = self._places[name]
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self._fill(name, tensor)
         return tensor
@@ -177,9 +183,23 @@ class CheckpointReader:
             CheckpointError: The tensors do not fit, or the bytes are not those that were written. After the
                 latter ``tensor`` holds them.
         """
-        entry = self._manifest.tensors[name]
-        _check_fits(self.folder, name, entry, tensor, "check the run's configuration")
+        self.check_fits(name, tensor)
         self._fill(name, tensor)
+
+    def check_fits(self, name: str, tensor: torch.Tensor) -> None:
+        """Check that a tensor can be read into another.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            CheckpointError: They do not fit.
+        """
+        entry, _ = self._places[name]
+        dtype = DTYPES[entry.dtype]
+        if (tensor.dtype, list(tensor.shape)) != (dtype, entry.shape) or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{self.folder}: tensor {name!r} must be read into contiguous {dtype} {entry.shape}, found "
+                f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; {_OTHER_TENSORS}"
+            )
 
     def check_rest(self) -> None:
         """Verify the tensors that have not been read, without keeping them.
@@ -191,16 +211,22 @@ class CheckpointReader:
             self._fill(name, None)
 
     def _fill(self, name: str, tensor: torch.Tensor | None) -> None:
-        path = self.folder / self._manifest.tensors[name].file
-        entries = self._manifest.files()[path.name]
-        start = len(_header(entries))
-        for other, entry in entries.items():
-            if other == name:
-                break
-            start += entry.bytes
+        """Read the bytes of a tensor in place, or only verify them for None."""
+        entry, start = self._places[name]
+        path = self.folder / entry.file
+        digest = hashlib.sha256()
         with _reading(path), open_regular(path) as stream:
             stream.seek(start)
-            _read_tensor(path, stream, name, entries[name], tensor)
+            if tensor is None:
+                for first in range(0, entry.bytes, CHUNK_BYTES):
+                    digest.update(stream.read(min(CHUNK_BYTES, entry.bytes - first)))
+            else:
+                _read_bytes(stream, tensor, digest)
+        if digest.hexdigest() != entry.checksum:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} must have the checksum of {MANIFEST}, found another; "
+                f"{_LOAD_ANOTHER}"
+            )
         self._read.add(name)
 
 
@@ -540,45 +566,16 @@ def _check_names(where: str, must: set[str], found: set[str], advice: str) -> No
         )
 
 
-def _read_data(path: Path, entries: Mapping[str, _Entry], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read a data file that ``_check_data_file`` accepts into contiguous ``tensors``, in place."""
-    with _reading(path), open_regular(path) as stream:
-        stream.seek(len(_header(entries)))
-        for name, entry in entries.items():
-            _read_tensor(path, stream, name, entry, tensors[name])
-
-
-def _read_tensor(
-    path: Path, stream: BufferedReader, name: str, entry: _Entry, tensor: torch.Tensor | None
-) -> None:
-    """Read the bytes of one tensor from where the stream stands, in place, or only verify them for None."""
-    digest = hashlib.sha256()
-    if tensor is None:
-        for first in range(0, entry.bytes, CHUNK_BYTES):
-            digest.update(stream.read(min(CHUNK_BYTES, entry.bytes - first)))
-    else:
-        for chunk in _byte_chunks(tensor):
-            buffer = torch.empty_like(chunk, device="cpu") if chunk.device.type != "cpu" else chunk
-            stream.readinto(buffer.numpy().data)
-            digest.update(buffer.numpy().data)
-            if buffer is not chunk:
-                chunk.copy_(buffer)
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version([tensor])  # written past torch, behind its back
-    if digest.hexdigest() != entry.checksum:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} must have the checksum of {MANIFEST}, found another; {_LOAD_ANOTHER}"
-        )
-
-
-def _check_fits(folder: Path, name: str, entry: _Entry, tensor: torch.Tensor, advice: str) -> None:
-    """Raise CheckpointError unless the bytes of ``entry`` can be read into ``tensor``."""
-    dtype = DTYPES[entry.dtype]
-    if (tensor.dtype, list(tensor.shape)) != (dtype, entry.shape) or not tensor.is_contiguous():
-        raise CheckpointError(
-            f"{folder}: tensor {name!r} must be read into contiguous {dtype} {entry.shape}, found "
-            f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; {advice}"
-        )
+def _read_bytes(stream: BufferedReader, tensor: torch.Tensor, digest: Any) -> None:
+    """Read a tensor in place from where the stream stands, and update the digest by its bytes."""
+    for chunk in _byte_chunks(tensor):
+        buffer = torch.empty_like(chunk, device="cpu") if chunk.device.type != "cpu" else chunk
+        stream.readinto(buffer.numpy().data)
+        digest.update(buffer.numpy().data)
+        if buffer is not chunk:
+            chunk.copy_(buffer)
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version([tensor])  # written past torch, behind its back
 
 
 def _byte_chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
