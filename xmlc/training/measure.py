@@ -20,6 +20,7 @@ from xmlc import native
 from xmlc.config import Config
 from xmlc.data import Dataset
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
+from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE
 from xmlc.memory.generated import generated_dataset
 from xmlc.memory.plan import PHASES, Phase, Plan, plan
 from xmlc.memory.process import PeakWatch, require_linux, return_large_blocks, usage
@@ -31,7 +32,6 @@ from xmlc.training.trainer import Trainer
 ROUNDS = 2
 """Of steps, redistribution, validation and checkpoint: what the first leaves is there in the second."""
 STEPS = 2  # of a round
-TOLERANCE_SHARE, TOLERANCE_BYTES = 0.05, 8 << 20
 _MEMORY_EVENT = "[memory]"
 
 
@@ -54,7 +54,7 @@ class PhaseMemory:
     @property
     def within(self) -> bool:
         """Whether plan and process agree within 5 % and 8 MiB."""
-        return abs(self.residual) <= TOLERANCE_SHARE * self.planned + TOLERANCE_BYTES
+        return abs(self.residual) <= MARGIN_SHARE * self.planned + MARGIN_BYTES
 
 
 @dataclass(frozen=True)
