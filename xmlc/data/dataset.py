@@ -147,8 +147,7 @@ def label_rows(matrix: CsrRows, where: str) -> CsrRows:
     kept = matrix.values > 0
     if kept.all():
         return replace(matrix, values=None)
-    offsets = np.concatenate(([0], np.cumsum(kept)))[matrix.offsets]
-    return CsrRows(offsets, matrix.indices[kept], None, matrix.columns)
+    return replace(matrix, values=None).keep(kept)
 
 
 def negative_label(matrix: CsrRows, entry: int, where: str) -> DataError:

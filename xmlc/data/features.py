@@ -13,7 +13,7 @@ from xmlc.config import TextConfig
 from xmlc.data.dataset import Dataset
 from xmlc.data.reader.spool import RowsSpool, Scratch
 from xmlc.data.rows import CsrRows, Int64, TextColumn
-from xmlc.data.store import Stored, cache_folder, open_or_build
+from xmlc.data.store import Stored, cache_folder, digest_of, open_or_build
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import DataError
 
@@ -79,8 +79,7 @@ def open_text_features(
             }
         return Stored(arrays, {"columns": vectorizer.columns})
 
-    digest = hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
-    stored = open_or_build(cache or cache_folder(), f"text-{digest}", key, build)
+    stored = open_or_build(cache or cache_folder(), f"text-{digest_of(key)}", key, build)
 
     def rows_of(name: str) -> CsrRows:
         offsets, indices, values = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xmlc.config import EncoderConfig
+from xmlc.data.card import sha256
 from xmlc.errors import ConfigError, DataError
 from xmlc.files import sync, temporary_of, writing
 
@@ -129,9 +130,7 @@ def encoder_fingerprint(folder: Path) -> str:
     """Return 32 hexadecimal digits of SHA-256 over names and bytes of `encoder_files`."""
     digest = hashlib.sha256()
     for path in encoder_files(folder):
-        with path.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{path.name} {content}\n".encode())
+        digest.update(f"{path.name} {sha256(path)}\n".encode())
     return digest.hexdigest()[:32]
 
 

@@ -10,7 +10,7 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, offsets_of
 from xmlc.errors import DataError
 
 RaggedLabels = (
@@ -52,8 +52,7 @@ def ragged_rows(labels: Any, rows: int | None, columns: int, where: str) -> CsrR
         )
     keys = np.unique(np.repeat(np.arange(rows, dtype=np.int64), lengths) * columns + flat)
     counts = np.bincount(keys // columns, minlength=rows) if columns else np.zeros(rows, np.int64)
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return CsrRows(offsets, (keys % max(columns, 1)).astype(np.int32), None, columns)
+    return CsrRows(offsets_of(counts), (keys % max(columns, 1)).astype(np.int32), None, columns)
 
 
 def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -61,9 +60,8 @@ def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     if scipy.sparse.issparse(labels):
         labels = CsrRows.from_scipy(labels, where)
     if isinstance(labels, CsrRows):
-        kept = np.ones(len(labels.indices), bool) if labels.values is None else labels.values != 0
-        row = np.repeat(np.arange(labels.rows), np.diff(labels.offsets))[kept]
-        return np.bincount(row, minlength=labels.rows), labels.indices[kept].astype(np.int64)
+        stored = labels if labels.values is None else labels.keep(labels.values != 0)
+        return np.diff(stored.offsets), stored.indices.astype(np.int64)
     if isinstance(labels, Tensor):
         if labels.dim() != 2 or labels.dtype not in (torch.int32, torch.int64):
             raise DataError(

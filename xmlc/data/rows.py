@@ -45,14 +45,25 @@ class CsrRows:
         values = None if self.values is None else self.values[:end]
         return CsrRows(self.offsets[: rows + 1], self.indices[:end], values, self.columns)
 
+    @classmethod
+    def empty(cls, rows: int, columns: int) -> CsrRows:
+        """Return a matrix without entries."""
+        return cls(np.zeros(rows + 1, np.int64), np.empty(0, np.int32), None, columns)
+
+    @property
+    def entry_rows(self) -> Int64:
+        """The row of every entry. [nonzero]"""
+        return np.repeat(np.arange(self.rows), np.diff(self.offsets))
+
+    def keep(self, kept: NDArray[np.bool_]) -> CsrRows:
+        """Return the matrix with some of its entries, ``kept`` [nonzero]."""
+        values = None if self.values is None else self.values[kept]
+        return CsrRows(offsets_of(kept)[self.offsets], self.indices[kept], values, self.columns)
+
     def without(self, pairs: CsrRows) -> CsrRows:
         """Return the matrix without the entries that ``pairs`` [row, column] holds."""
-        rows = np.repeat(np.arange(self.rows), np.diff(self.offsets))
-        others = np.repeat(np.arange(pairs.rows), np.diff(pairs.offsets))
-        kept = ~np.isin(rows * self.columns + self.indices, others * self.columns + pairs.indices)
-        offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
-        values = None if self.values is None else self.values[kept]
-        return CsrRows(offsets, self.indices[kept], values, self.columns)
+        own = self.entry_rows * self.columns + self.indices
+        return self.keep(~np.isin(own, pairs.entry_rows * self.columns + pairs.indices))
 
     def transposed(self) -> CsrRows:
         """Return the matrix as [column, row], with values."""
@@ -136,14 +147,14 @@ class TextColumn:
         starts, ends = self.offsets[rows], self.offsets[rows + 1]
         view = memoryview(np.ascontiguousarray(self.data))
         data = b"".join([view[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
-        return TextColumn(_offsets(ends - starts), np.frombuffer(data, np.uint8))
+        return TextColumn(offsets_of(ends - starts), np.frombuffer(data, np.uint8))
 
     @classmethod
     def from_strings(cls, texts: Iterable[str]) -> TextColumn:
         """Encode strings; a lone surrogate is a ``UnicodeEncodeError``."""
         blobs = [text.encode() for text in texts]
         lengths = np.fromiter(map(len, blobs), np.int64, len(blobs))
-        return cls(_offsets(lengths), np.frombuffer(b"".join(blobs), np.uint8))
+        return cls(offsets_of(lengths), np.frombuffer(b"".join(blobs), np.uint8))
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,12 +218,13 @@ def segment_sums(values: NDArray[np.float64], offsets: Int64) -> NDArray[np.floa
 def _gather(offsets: Int64, rows: Int64) -> tuple[Int64, Int64]:
     """Return the offsets of the gathered rows and the source position of each of their entries."""
     starts = offsets[rows]
-    gathered = _offsets(offsets[rows + 1] - starts)
+    gathered = offsets_of(offsets[rows + 1] - starts)
     shift = np.repeat(starts - gathered[:-1], np.diff(gathered))
     return gathered, shift + np.arange(gathered[-1])
 
 
-def _offsets(lengths: Int64) -> Int64:
+def offsets_of(lengths: NDArray[Any]) -> Int64:
+    """Return where rows of these lengths begin, and behind them where the last one ends. [row + 1]"""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -114,7 +114,7 @@ def stratified(labels: CsrRows, units: Int64, fraction: float, seed: int) -> NDA
     count = int(units.max()) + 1
     sizes = np.bincount(units, minlength=count)
     occurring, columns = np.unique(labels.indices, return_inverse=True)
-    rows = units[np.repeat(np.arange(labels.rows), np.diff(labels.offsets))]
+    rows = units[labels.entry_rows]
     matrix = scipy.sparse.csr_array((np.ones(len(rows)), (rows, columns)), (count, len(occurring)))
     rank = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64))).permutation(count)
     chosen = _Stratifier(matrix, sizes, fraction, rank).run()
@@ -224,7 +224,7 @@ def _pooled(train: Split, test: Split) -> Split:
 def _pairs(split: Split) -> CsrRows:
     if split.filter_pairs is not None:
         return split.filter_pairs
-    return CsrRows(np.zeros(split.instances + 1, np.int64), np.empty(0, np.int32), None, split.labels.columns)
+    return CsrRows.empty(split.instances, split.labels.columns)
 
 
 def _split_records(folder: Path, layout: Format, in_test: NDArray[np.bool_]) -> Records:

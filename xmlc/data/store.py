@@ -116,6 +116,11 @@ def scratch_folder() -> Iterator[Path]:
         raise _unwritable(cache, error) from None
 
 
+def digest_of(key: Mapping[str, Any]) -> str:
+    """Return what tells the stores of different keys apart, to be part of their names."""
+    return hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
+
+
 def open_or_build(cache: Path, name: str, key: Mapping[str, Any], build: Callable[[Path], Stored]) -> Stored:
     """Open the store ``cache/name`` if it is whole and has this key, else build it anew.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,8 +12,8 @@ import numpy as np
 
 from xmlc.data.pretrained import first_line, quiet, transformers
 from xmlc.data.reader.spool import Scratch
-from xmlc.data.rows import TextColumn, TokenRows
-from xmlc.data.store import Stored, cache_folder, open_or_build
+from xmlc.data.rows import TextColumn, TokenRows, offsets_of
+from xmlc.data.store import Stored, cache_folder, digest_of, open_or_build
 from xmlc.errors import ConfigError
 
 _TEXTS_PER_BLOCK = 1024
@@ -70,7 +69,7 @@ class TextTokenizer:
         rows = [self._ids(block) for block in _blocks(texts)]
         lengths = np.array([len(row) for block in rows for row in block], np.int64)
         ids = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int32, int(lengths.sum()))
-        return TokenRows(np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), ids.astype(self.dtype))
+        return TokenRows(offsets_of(lengths), ids.astype(self.dtype))
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:
@@ -119,11 +118,6 @@ def open_tokens(
 
     stored = open_or_build(cache or cache_folder(), f"tokens-{digest_of(facts)}", facts, build)
     return TokenRows(stored.arrays["offsets"], stored.arrays["ids"])
-
-
-def digest_of(facts: dict[str, Any]) -> str:
-    """Return what a store of these facts is called."""
-    return hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).hexdigest()
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[list[str]]:

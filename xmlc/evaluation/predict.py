@@ -97,9 +97,7 @@ class Predictor:
         _check_k(k)
         features = self.features(inputs)
         rows = row_count(features)
-        unlabelled = CsrRows(
-            np.zeros(rows + 1, np.int64), np.empty(0, np.int32), None, self.model.problem.label_count
-        )
+        unlabelled = CsrRows.empty(rows, self.model.problem.label_count)
         words = self.words_of(features.texts) if isinstance(features, EncodedTexts) else None
         scores = np.empty((rows, k), np.float32)
         labels = np.empty((rows, k), np.int64)

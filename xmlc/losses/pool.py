@@ -85,6 +85,4 @@ def _positions(known: CsrRows, labels: np.ndarray) -> CsrRows:
     """Return the positions of known labels among the rising labels of the pool, leaving out the others."""
     place = np.searchsorted(labels, known.indices)
     found = labels[np.minimum(place, len(labels) - 1)] == known.indices
-    row = np.repeat(np.arange(known.rows), np.diff(known.offsets))[found]
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=known.rows))]).astype(np.int64)
-    return CsrRows(offsets, place[found].astype(np.int32), None, len(labels))
+    return CsrRows(known.offsets, place.astype(np.int32), None, len(labels)).keep(found)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from xmlc.data import CsrRows, Dataset
 from xmlc.data.dataset import Split
+from xmlc.data.rows import offsets_of
 
 POSITIVES = 5
 """Labels of an instance."""
@@ -47,5 +48,4 @@ def _drawn(generator: np.random.Generator, rows: int, columns: int, count: int) 
     drawn = np.sort(np.minimum(ranks * 7919 % columns, columns - 1), axis=1)  # frequent ones lie anywhere
     first = np.ones(drawn.shape, bool)
     first[:, 1:] = drawn[:, 1:] > drawn[:, :-1]
-    offsets = np.concatenate(([0], np.cumsum(first.sum(1))))
-    return CsrRows(offsets, drawn[first].astype(np.int32), None, columns)
+    return CsrRows(offsets_of(first.sum(1)), drawn[first].astype(np.int32), None, columns)

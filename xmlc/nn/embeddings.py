@@ -14,8 +14,8 @@ from xmlc.config import EncoderConfig
 from xmlc.data.batches import Rows
 from xmlc.data.pretrained import encoder_fingerprint
 from xmlc.data.rows import Float32, Int64, TextColumn
-from xmlc.data.store import Stored, cache_folder, open_or_build
-from xmlc.data.tokens import TextTokenizer, digest_of
+from xmlc.data.store import Stored, cache_folder, digest_of, open_or_build
+from xmlc.data.tokens import TextTokenizer
 from xmlc.errors import DataError
 from xmlc.nn.transformer import TransformerEncoder, load_transformer
 

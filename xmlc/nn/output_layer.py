@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -268,13 +267,8 @@ def _all_offsets(
     """
     if skipped is None:
         return (None if logits is None else logits.offsets), slice(None)
-    order = np.argsort(skipped.indices, kind="stable")
-    instance = np.repeat(np.arange(skipped.rows, dtype=np.int32), np.diff(skipped.offsets))
-    masked = LogitOffsets.of(
-        torch.from_numpy(skipped.indices[order]),
-        torch.from_numpy(instance[order]),
-        torch.full((len(order),), _SKIPPED_LOGIT),
-    )
+    label, instance = pairs_by_label(*positive_tensors(skipped), skipped.rows, skipped.columns)
+    masked = LogitOffsets.of(label, instance, torch.full((label.numel(),), _SKIPPED_LOGIT))
     return (masked, slice(0)) if logits is None else logits.offsets.merged(masked)
 
 

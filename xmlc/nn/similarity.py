@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -57,9 +58,9 @@ class Similarity:
             labels: Theirs, [instance, label].
         """
         if texts is None or config.text_weight == 0.0:
-            texts = _empty(labels.columns, instances.columns)
+            texts = CsrRows.empty(labels.columns, instances.columns)
         if config.neighbour_weight == 0.0:
-            instances, labels = _empty(0, instances.columns), _empty(0, labels.columns)
+            instances, labels = (CsrRows.empty(0, each.columns) for each in (instances, labels))
         return cls(config, unit_length(texts).transposed(), unit_length(instances).transposed(), labels)
 
     def offsets(self, features: CsrRows) -> LogitOffsets:
@@ -85,9 +86,14 @@ class Similarity:
     def _scores(self, queries: scipy.sparse.csr_matrix) -> Iterator[scipy.sparse.csr_matrix]:
         """Give the terms of the sum, [query, label] each."""
         config = self.config
-        yield config.text_weight * _highest(queries @ self.texts.to_scipy(), TEXT_LABELS)
-        near = _highest(queries @ self.instances.to_scipy(), config.neighbours)
-        yield config.neighbour_weight * (near.power(2) @ self.labels.to_scipy())
+        texts, instances, labels = self._matrices
+        yield config.text_weight * _highest(queries @ texts, TEXT_LABELS)
+        near = _highest(queries @ instances, config.neighbours)
+        yield config.neighbour_weight * (near.power(2) @ labels)
+
+    @cached_property
+    def _matrices(self) -> tuple[scipy.sparse.csr_matrix, ...]:
+        return self.texts.to_scipy(), self.instances.to_scipy(), self.labels.to_scipy()
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return what a checkpoint keeps, by name."""
@@ -113,10 +119,6 @@ class Similarity:
 
 
 _MATRICES = ("texts", "instances", "labels")
-
-
-def _empty(rows: int, columns: int) -> CsrRows:
-    return CsrRows(np.zeros(rows + 1, np.int64), np.empty(0, np.int32), None, columns)
 
 
 def _parts(rows: CsrRows) -> dict[str, NDArray[Any]]:

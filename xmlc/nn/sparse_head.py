@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from xmlc.config import Config, build_config
 from xmlc.data.ragged import RaggedLabels, ragged_rows
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, offsets_of
 from xmlc.errors import ConfigError, DataError, WorkerError, XmlcError
 from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
 from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
@@ -325,7 +325,7 @@ class SparseHead(nn.Module):
         first = sum(batches[: workers.rank])
         return _Gathered(
             workers.gather_rows(features.T, batches).T.contiguous(),
-            CsrRows(np.concatenate([[0], np.cumsum(counts)]), labels.numpy(), None, self.label_count),
+            CsrRows(offsets_of(counts), labels.numpy(), None, self.label_count),
             slice(first, first + positives.rows),
         )
 

@@ -102,7 +102,7 @@ def prepare(
             concatenate_rows([each, own], dataset.label_count) for each in (labels, trained_labels)
         )
         if skipped is not None:
-            none = CsrRows(np.zeros(own.rows + 1, np.int64), own.indices[:0], None, own.columns)
+            none = CsrRows.empty(own.rows, own.columns)
             skipped = concatenate_rows([skipped, none], dataset.label_count)
         train_rows = np.concatenate([train_rows, split.instances + documents])
     validation = BatchStream(features, labels, validation_rows, BATCH, training.seed, words=words)

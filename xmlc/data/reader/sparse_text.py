@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -356,8 +356,7 @@ def _parse_pair(raw: bytes, where: str, instances: int, labels: int, base: Index
 def _canonical(rows: CsrRows) -> tuple[CsrRows, int]:
     """Sort each row's indices and sum repeats; return also how many entries that saved."""
     indices, values = rows.indices, rows.values
-    row = np.repeat(np.arange(rows.rows), np.diff(rows.offsets))
-    keys = row * max(rows.columns, 1) + indices
+    keys = rows.entry_rows * max(rows.columns, 1) + indices
     if (keys[1:] > keys[:-1]).all():
         return rows, 0
     order = np.argsort(keys, kind="stable")
@@ -367,6 +366,5 @@ def _canonical(rows: CsrRows) -> tuple[CsrRows, int]:
         with np.errstate(over="ignore"):
             sums = np.add.reduceat(values[order].astype(np.float64), np.flatnonzero(first))
             values = sums.astype(np.float32)
-    offsets = np.concatenate(([0], np.cumsum(first)))[rows.offsets]
-    merged = CsrRows(offsets, indices[order][first], values, rows.columns)
-    return merged, len(keys) - len(merged.indices)
+    merged = replace(rows, indices=indices[order], values=None).keep(first)
+    return replace(merged, values=values), len(keys) - len(merged.indices)
