@@ -14,7 +14,8 @@ from xmlc.sparsity.connectivity import random_connectivity
 
 POSITIVES = 5  # of every instance, about as many as Amazon-670K has
 BLOCK_LABELS = 1 << 16  # logits held at once where all are looked at
-TILE_FLOATS = 1 << 18  # kTileFloats of cuda_ext/cpu/tiling.h
+TILE_FLOATS = 1 << 19  # tile_floats of cuda_ext/cpu/tiling.h
+MOST_TILED_INPUTS = 1 << 14  # kMostTiledInputs of it
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def by_tile(values: Tensor, problem: Problem, padding: float) -> Tensor:
 def tile_width(batch: int, inputs: int) -> int:
     """Return the instances of a batch tile: choose_tiling of cuda_ext/cpu/tiling.h."""
     width = 16
+    if inputs > MOST_TILED_INPUTS:
+        return width
     while width < 64 and width < batch and 2 * width * inputs <= TILE_FLOATS:
         width *= 2
     return width

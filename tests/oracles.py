@@ -182,12 +182,13 @@ def _awkward_shapes() -> list[Shape]:
         Shape(65, 33, 40_000, 50, 16, FLOAT32, UINT16),
         Shape(63, 64, 40_000, 64, 32, BFLOAT16, INT32),
         Shape(20_001, 32, 300, 33, 1, FLOAT32, UINT16),  # many blocks of labels
-        # Inputs that go by strips: more than 8,192, and at least four tiles of 16.
-        Shape(65, 33, 9_001, 64, 1, FLOAT32, UINT16),
-        Shape(33, 130, 8_193, 100, 1, BFLOAT16, INT32),
-        Shape(1009, 15, 8_200, 51, 1, FLOAT32, INT32),
+        Shape(65, 33, 9_001, 64, 1, FLOAT32, UINT16),  # two tiles of 32 whose features exceed one MiB
+        # Inputs that go by strips: more than 16,384, and at least four tiles of 16.
+        Shape(65, 33, 17_001, 64, 1, FLOAT32, UINT16),
+        Shape(33, 130, 16_385, 100, 1, BFLOAT16, INT32),
+        Shape(1009, 15, 16_400, 51, 1, FLOAT32, INT32),
         Shape(63, 32, 70_000, 65, 1, FLOAT32, INT32),
-        Shape(1, 1, 8_193, 49, 1, BFLOAT16, UINT16),
+        Shape(1, 1, 16_385, 49, 1, BFLOAT16, UINT16),
     ]
 
 

@@ -1,7 +1,7 @@
 // The connections of a block of labels, sorted by strips of inputs.
 //
-// With many inputs, a tile of the batch outgrows the second-level cache even at its least width, and every
-// gathered row comes from farther away. The passes of uniform fan-in then walk over a block of labels strip
+// With many inputs, a tile of the batch outgrows its share of the caches even at its least width, and every
+// gathered row comes from memory. The passes of uniform fan-in then walk over a block of labels strip
 // by strip: a strip's rows fit the cache, and the block's logits (one row for each label) are the only other
 // thing that they touch. Sorting costs each step two passes over the indices of a block, which then serve all
 // tiles.
@@ -43,9 +43,8 @@ struct Strips {
 
 // Whether the layer's passes go by strips: depends on shapes alone, as the order of sums does.
 inline bool use_strips(const Layer& layer, const Tiling& tiling) {
-  constexpr std::int64_t kTiles = 4;      // fewer do not repay the sorting
-  constexpr std::int64_t kInputs = 8192;  // of a tile that fits most second-level caches
-  return layer.group_size == 1 && tiling.tiles >= kTiles && tiling.input > kInputs;
+  constexpr std::int64_t kTiles = 4;  // fewer do not repay the sorting
+  return layer.group_size == 1 && tiling.tiles >= kTiles && tiling.input > kMostTiledInputs;
 }
 
 inline Strips plan_strips(const Layer& layer, std::int64_t labels, std::int64_t padded_fan_in,

@@ -21,7 +21,7 @@ FORMS = {
     "group64-float32-uint16": (64, FLOAT32, UINT16),
     "wide": (1, FLOAT32, UINT16),  # by strips of inputs
 }
-INPUTS = {form: 8_500 if form == "wide" else 500 for form in FORMS}
+INPUTS = {form: 17_000 if form == "wide" else 500 for form in FORMS}
 every_form = pytest.mark.parametrize("form", FORMS)
 
 

@@ -372,7 +372,7 @@ def test_several_fused_steps_are_as_exact_as_the_unfused_and_the_plain_path(
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("slack", [0.0, 5.0], ids=["few active", "many active"])
 def test_many_blocks_by_strips_equal_the_unfused_path(backend: str, loss: str, slack: float) -> None:
-    problem = oracles.make_problem(20_011, 16, 8_500, 80)
+    problem = oracles.make_problem(20_011, 16, 16_500, 80)
     problem.bias.fill_(slack - 5.0)
     chosen = settings(loss, scale=1 / 80)
     copy = problem.copy()
@@ -412,7 +412,7 @@ def test_a_bias_of_zero_gradient_is_not_decayed(backend: str) -> None:
 @pytest.mark.parametrize("weight_dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("input", "batch", "group_size"),
-    [(300, 33, 1), (8_200, 64, 1), (300, 80, 16)],
+    [(300, 33, 1), (16_400, 64, 1), (300, 80, 16)],
     ids=["narrow", "by strips", "in groups"],
 )
 def test_exact_hinge_zeros_leave_inactive_labels_bit_identical(

@@ -18,7 +18,7 @@ SHAPES = {
     "awkward": {},
     "one instance": {"batch": 1, "label": 7, "fan_in": 3, "input": 9},
     "wide tiles": {"batch": 130, "label": 70, "fan_in": 5, "input": 20},
-    "by_strips": {"batch": 70, "label": 90, "fan_in": 8, "input": 9000},
+    "by_strips": {"batch": 70, "label": 90, "fan_in": 8, "input": 17_000},
     "grouped": {"group_size": 16, "label": 50},
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
