@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
 from xmlc.data import CsrRows
-from xmlc.nn import dense
+from xmlc.nn import dense, output_layer
 from xmlc.nn.direct import DirectConnections
 from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
 from xmlc.training.optimizers import block_optimizer
@@ -467,10 +468,62 @@ def test_evaluation_is_a_step_that_changes_nothing(
 
 
 def test_evaluation_of_a_layer_that_goes_by_strips_of_inputs_equals_its_step() -> None:
-    wide = ModelConfig(width=9000, weight_init="fan_in")
+    width, batch = 16_400, 50
+    wide = ModelConfig(width=width, weight_init="fan_in")
     zeros = torch.zeros(LABELS)
     layer = SparseOutput(LABELS, wide, LossConfig(), OptimizerConfig(), zeros, None, 1, generator())
-    inputs = torch.randn(9000, BATCH, generator=generator(2))
-    alone, nothing = layer.evaluate(inputs, positives(), gradient=False)
-    assert torch.equal(alone, layer.step(inputs, positives(), 0.1, 1)[0])
+    inputs = torch.randn(width, batch, generator=generator(2))
+    own = CsrRows(np.arange(batch + 1), np.arange(batch, dtype=np.int32) % LABELS, None, LABELS)
+    alone, nothing = layer.evaluate(inputs, own, gradient=False)
+    assert torch.equal(alone, layer.step(inputs, own, 0.1, 1)[0])
     assert not nothing.any()
+
+
+# ---- active gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
+@pytest.mark.parametrize("cutoff", [0.0, 0.3])
+@pytest.mark.parametrize(("group_size", "weight_dtype"), [(1, "float32"), (16, "bfloat16")])
+def test_the_active_share_counts_the_gradients_beyond_the_cutoff(
+    monkeypatch: pytest.MonkeyPatch, loss_kind: Any, cutoff: float, group_size: int, weight_dtype: str
+) -> None:
+    monkeypatch.setattr(output_layer, "LOGITS_LOOKED_AT_ONCE", 1)  # three blocks
+    label = 150
+    model = ModelConfig(
+        width=INPUTS, fan_in=FAN_IN, group_size=group_size, weight_dtype=weight_dtype, weight_init="fan_in"
+    )
+    loss = LossConfig(kind=loss_kind, gradient_cutoff=cutoff)
+    bias = torch.empty(label).normal_(generator=generator(3))
+    weight = torch.empty(label).uniform_(0.1, 2.0, generator=generator(4))
+    layer = SparseOutput(label, model, loss, OptimizerConfig(), bias, weight, 1, generator())
+    own = replace(positives(), columns=label)
+    exact = oracles.logits(
+        features().double(), layer.weight.double(), layer.indices, layer.bias.double(), group_size
+    )
+    positive = torch.from_numpy(own.to_scipy().toarray().T > 0)
+    exact.requires_grad_()
+    losses = oracles.losses(loss_kind, exact, 2.0 * positive - 1.0)
+    (losses * torch.where(positive, weight.double()[:, None], 1.0)).sum().backward()
+    assert exact.grad is not None
+    expected = float((exact.grad.abs() > cutoff).double().mean())
+    assert layer.active_share(features(), own) == expected
+    assert (expected == 1.0) == (loss_kind == "bce" and cutoff == 0.0)
+
+
+def test_the_active_share_sees_direct_connections_and_skipped_pairs() -> None:
+    words = CsrRows(np.arange(BATCH + 1), np.zeros(BATCH, np.int32), np.ones(BATCH, np.float32), 4)
+    layer = sparse_layer()
+    layer.weight.zero_()
+    layer.bias.fill_(-2.0)  # beyond the margin of a negative
+    layer.direct = DirectConnections(LABELS, 4, 1, layer.optimizer)
+    indices, weight = np.zeros((LABELS, 1), np.int32), np.zeros((LABELS, 1), np.float32)
+    weight[7] = 1.5  # within it
+    layer.direct.connect(indices, weight)
+    none = CsrRows.empty(BATCH, LABELS)
+    assert layer.active_share(features(), none, CsrRows.empty(BATCH, 4)) == 0.0
+    assert layer.active_share(features(), none, words) == 1 / LABELS
+    first = CsrRows(np.array([0] + BATCH * [1]), np.array([7], np.int32), None, LABELS)
+    assert layer.active_share(features(), none, words, first) == (BATCH - 1) / (LABELS * BATCH)
+    share = len(positives().indices) / (LABELS * BATCH)
+    assert layer.active_share(features(), positives(), CsrRows.empty(BATCH, 4)) == share

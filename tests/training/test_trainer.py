@@ -533,6 +533,7 @@ def test_its_metrics_have_a_line_for_each_epoch(finished: Path) -> None:
             "validation_deciles",
             "best",
             "redistributions",
+            "active_share",
             "train_seconds",
             "phase_seconds",
             "peak_memory_bytes",
@@ -541,6 +542,7 @@ def test_its_metrics_have_a_line_for_each_epoch(finished: Path) -> None:
             f"{name}@{rank}" for name in ("P", "nDCG", "R", "PSP", "PSnDCG") for rank in range(1, 6)
         }
         assert entry["peak_memory_bytes"] > 2**20
+        assert 0.0 < entry["active_share"] < 1.0
         assert len(entry["validation_deciles"]) == 10
         assert sum(decile["labels"] for decile in entry["validation_deciles"]) == 24
         for name in ("P@1", "P@5"):  # every hit is in one decile
@@ -565,7 +567,15 @@ def test_the_phases_take_no_longer_than_the_run(train: Train) -> None:
 
 def test_a_dense_output_has_no_redistributions_to_record(train: Train) -> None:
     run = train(problems.dataset(), model={"output": "dense"}, training={"epochs": 1})
-    assert "redistributions" not in runs.metrics(run)[0]
+    assert not {"redistributions", "active_share"} & set(runs.metrics(run)[0])
+
+
+@pytest.mark.parametrize(("loss", "share"), [("bce", 1.0), ("softmax", None), ("decoupled_softmax", None)])
+def test_the_active_share_is_recorded_for_losses_of_single_logits(
+    train: Train, loss: str, share: float | None
+) -> None:
+    run = train(problems.dataset(), loss={"kind": loss}, training={"epochs": 1})
+    assert runs.metrics(run)[0].get("active_share") == share
 
 
 def test_its_log_tells_the_course(finished: Path) -> None:

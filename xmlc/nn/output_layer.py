@@ -20,6 +20,7 @@ from xmlc.ops import (
     fused_step,
     pairs_by_label,
     redistribute,
+    sparse_linear,
     top_labels,
 )
 from xmlc.sparsity import draw_connections
@@ -29,6 +30,9 @@ LABELS_DRAWN_AT_ONCE = 1 << 16
 
 LOGITS_SORTED_AT_ONCE = 1 << 18
 """Of the dense output: sorting takes some 30 bytes for each."""
+LOGITS_LOOKED_AT_ONCE = 1 << 18
+"""Where active gradients are counted."""
+_LABELS_OF_A_BLOCK = 64  # whole groups of any size
 _SKIPPED_LOGIT = -1e9
 
 
@@ -220,6 +224,50 @@ class SparseOutput:
         assert features is not None, "the model passes what its direct connections see"
         return self.direct.logits(features)
 
+    def active_share(
+        self,
+        features: Tensor,
+        positives: CsrRows,
+        direct: CsrRows | None = None,
+        skipped: CsrRows | None = None,
+    ) -> float:
+        """Return the share of a batch's (label, instance) pairs whose logit gradient is beyond the cutoff.
+
+        Arguments as of `step`; for the losses of each logit on its own, not the normalised ones.
+        """
+        assert not normalised(self.loss), "their gradients need all labels at once"
+        offsets = _all_offsets(self._direct_logits(direct), skipped)[0]
+        label, instance = (
+            each.to(features.device)
+            for each in pairs_by_label(*positive_tensors(positives), positives.rows, self.label)
+        )
+        batch = features.shape[1]
+        size = max(1, LOGITS_LOOKED_AT_ONCE // (_LABELS_OF_A_BLOCK * batch)) * _LABELS_OF_A_BLOCK
+        active = 0
+        for first in range(0, self.label, size):
+            logits = self._logits(features, slice(first, first + size))
+            if offsets is not None:
+                _add_offsets(logits, offsets.to(features.device), first)
+            positive = torch.zeros_like(logits, dtype=torch.bool)
+            inside = (label >= first) & (label < first + len(logits))
+            positive[label[inside].long() - first, instance[inside].long()] = True
+            factor = logits.new_ones(1)
+            if self.positive_weight is not None:
+                factor = self.positive_weight[first : first + size, None]
+            logits.requires_grad_()
+            with torch.enable_grad():
+                LOSSES[self.loss.kind](logits, positive, factor).sum().backward()
+            assert logits.grad is not None
+            active += int((logits.grad.abs() > self.loss.gradient_cutoff).sum())
+        return active / (self.label * batch)
+
+    def _logits(self, features: Tensor, labels: slice) -> Tensor:
+        """Return the logits [label, batch] of a run of labels, which begins and ends with whole groups."""
+        groups = slice(labels.start // self.group_size, -(-labels.stop // self.group_size))
+        return sparse_linear(
+            features, self.weight[labels], self.indices[groups], self.bias[labels], self.group_size
+        )
+
     def redistribute(self, config: RedistributionConfig, strength: float, step: int) -> int:
         """Move weak connections; ``strength`` scales the configured fraction or threshold."""
         by_fraction = config.mode == "fraction"
@@ -270,6 +318,13 @@ def _all_offsets(
     label, instance = pairs_by_label(*positive_tensors(skipped), skipped.rows, skipped.columns)
     masked = LogitOffsets.of(label, instance, torch.full((label.numel(),), _SKIPPED_LOGIT))
     return (masked, slice(0)) if logits is None else logits.offsets.merged(masked)
+
+
+def _add_offsets(logits: Tensor, offsets: LogitOffsets, first: int) -> None:
+    """Add the offsets of the labels from ``first`` on to their logits [label, batch], in place."""
+    inside = (offsets.label >= first) & (offsets.label < first + len(logits))
+    places = (offsets.label[inside].long() - first, offsets.instance[inside].long())
+    logits.index_put_(places, offsets.value[inside], accumulate=True)
 
 
 class DenseOutput:

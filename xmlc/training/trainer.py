@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,7 @@ from xmlc.memory.process import hard_limit, return_large_blocks, usage
 from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
 from xmlc.nn import Model
-from xmlc.nn.output_layer import SparseOutput
+from xmlc.nn.output_layer import SparseOutput, normalised
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
@@ -44,6 +45,8 @@ from xmlc.training.step import training_step
 LOWEST_RATE_FACTOR = 2.0**-10
 MANY_CONNECTIONS = 1 << 23
 """From here on a step takes so long that fresh pages for its tensors cost nothing to speak of."""
+ACTIVE_BATCHES = 2
+"""In which active gradients are counted after an epoch."""
 METRIC_RANKS = 5
 METRICS = ("P", "nDCG", "R", "PSP", "PSnDCG")
 DECILE_VALUES = ("labels", "training_positives", "P@1", "P@5", "PSP@1", "PSP@5", "R@5", "coverage@5")
@@ -285,6 +288,9 @@ class Trainer:
         entry["best"] = best
         if isinstance(self.model.output, SparseOutput):
             entry["redistributions"] = position.redistributions
+            if not normalised(self.config.loss):
+                with self.stopwatch.phase("validation"):
+                    entry["active_share"] = self.active_share()
         entry["train_seconds"] = round(self.seconds, 3)
         entry["phase_seconds"] = self.stopwatch.take()
         entry["peak_memory_bytes"] = progress.peak_memory_bytes()
@@ -309,6 +315,17 @@ class Trainer:
             deciles=True,
             progress=progress.evaluation_bar,
         )
+
+    def active_share(self) -> float:
+        """Return the share of active gradients in the first batches of the coming epoch, without dropout."""
+        output, shares = self.model.output, []
+        assert isinstance(output, SparseOutput)
+        with torch.no_grad():
+            for batch in islice(self.prepared.train.epoch(self.position.epoch + 1), ACTIVE_BATCHES):
+                features = self.model.features(self.model.hidden(batch))
+                direct = self.model.direct_features(batch)
+                shares.append(output.active_share(features, batch.labels, direct, batch.skipped))
+        return sum(shares) / len(shares)
 
     def _tell(self, entry: dict[str, Any]) -> None:
         parts = [f"epoch {entry['epoch']}/{self.config.training.epochs}", f"loss {entry['loss']:.4g}"]
