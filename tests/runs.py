@@ -10,7 +10,7 @@ import oracles
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint
 
-PASSING = ("train_seconds", "phase_seconds", "peak_memory_bytes")
+PASSING = ("train_seconds", "phase_seconds", "peak_memory_bytes", "peak_device_memory_bytes")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

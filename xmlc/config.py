@@ -303,7 +303,8 @@ class TrainingConfig(Section):
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of the native kernels and of torch; 0 takes torch's own number."""
     deterministic: bool = False
-    """Let torch work on one thread, and only the kernels on ``threads``: the same bits for any number."""
+    """Let torch work on one thread, and only the kernels on ``threads``: the same bits for any number. On
+    ``cuda``: give every sum one order (torch.use_deterministic_algorithms), which costs speed."""
     clip_norm: NonNegativeFloat = 0.0
     """Upper bound of the global gradient norm of encoder and penultimate layer; 0 does not clip."""
     metric: str = Field(default="P@1", pattern=r"^(P|nDCG|R|PSP|PSnDCG)@[1-9][0-9]{0,2}$")

@@ -67,6 +67,12 @@ def ran_out(error: BaseException) -> bool:
 
 def _message(run: Facts, phase: str, text: str, limit: int) -> str:
     found = _TORCH_CPU.search(text)
+    if found is None and "CUDA" in text:
+        return (
+            f"training: the device's memory must suffice in phase {phase}, found: {text.splitlines()[0]}; "
+            "lower training.batch_size, model.fan_in or model.width, or set model.weight_dtype = bfloat16 or "
+            "output_optimizer.kind = label_adam or sgd"
+        )
     if found is not None:
         asked = f"{int(found[1]):,} bytes{_name(run, phase, int(found[1]))}"
     else:

@@ -99,8 +99,13 @@ def check_plannable(config: Config) -> None:
     """Check that a run has no part that the plan leaves out.
 
     Raises:
-        ConfigError: It has a transformer.
+        ConfigError: It has a transformer, or trains on a device of its own memory.
     """
+    if config.training.device != "cpu":
+        raise ConfigError(
+            "memory: plans and budgets know training.device = cpu alone, found "
+            f"{config.training.device}; leave them out, and see peak_device_memory_bytes in metrics.jsonl"
+        )
     if config.encoder.kind == "transformer":
         raise ConfigError(
             "memory: plans and budgets know encoder.kind = features alone, found transformer; leave them out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from xmlc import __version__, native
 from xmlc.checkpoint import CheckpointReader
-from xmlc.config import Config
+from xmlc.config import Config, TrainingConfig
 from xmlc.data import Batch, Dataset
 from xmlc.data.pretrained import locate_encoder
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
@@ -294,6 +295,8 @@ class Trainer:
         entry["train_seconds"] = round(self.seconds, 3)
         entry["phase_seconds"] = self.stopwatch.take()
         entry["peak_memory_bytes"] = progress.peak_memory_bytes()
+        if self.config.training.device == "cuda":
+            entry["peak_device_memory_bytes"] = torch.cuda.max_memory_allocated()
         position.epoch += 1
         position.batch = 0
         position.loss_sum = 0.0
@@ -554,9 +557,24 @@ def train_into(
             kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
             run.log(f"training on {threads} threads with {kernels} kernels")
             running.append(trainer.stopwatch)
-            with native.kernel_threads(threads):
+            with native.kernel_threads(threads), _sums_in_order(config.training):
                 trainer.run()
         return trainer
+
+
+@contextmanager
+def _sums_in_order(training: TrainingConfig) -> Iterator[None]:
+    """On a device, give every sum one order where the settings ask for the same bits.
+
+    torch then refuses what has no such order, and cuBLAS needs a setting before its first product.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(before or (training.device == "cuda" and training.deterministic))
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _fitted(

@@ -1,0 +1,148 @@
+"""A CUDA device that is not there: tensors say that they are on ``cuda:0`` and live in the CPU's memory.
+
+What CUDA refuses is refused here: an operation on tensors of both devices, NumPy on a device's tensor. What
+it would compute, torch computes on the CPU, and the kernels of `native.cpu` (or the emulated ones, where
+XMLC_EMULATED names them) stand for those of the device. It knows nothing of streams, memory and speed.
+
+To torch the tensors are on the meta device, which needs no driver and which nothing in xmlc uses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from xmlc import native
+
+CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
+_ACROSS = ("aten::_to_copy", "aten::copy_")  # what may see tensors of both devices
+
+
+class DeviceTensor(Tensor):
+    """Stands for a tensor on the device; ``held`` is where its values are."""
+
+    held: Tensor
+    device = CUDA
+    is_cuda, is_meta = True, False
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> DeviceTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride() if held.layout is torch.strided else None,
+            storage_offset=held.storage_offset() if held.layout is torch.strided else None,
+            dtype=held.dtype,
+            layout=held.layout,
+            device=META,
+        )
+        made.held = held
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        return self.held.data_ptr()
+
+    def tolist(self) -> Any:
+        """Return the values."""
+        return self.held.tolist()
+
+    def new(self, indices: DeviceTensor, values: DeviceTensor, size: torch.Size) -> DeviceTensor:
+        """Return a sparse tensor; torch knows of none on the meta device."""
+        return DeviceTensor(torch.sparse_coo_tensor(indices.held, values.held, size, check_invariants=True))
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        return f"on the device: {self.held!r}"
+
+
+class _Dispatch(TorchDispatchMode):
+    """Lets torch make tensors on the device, and refuses to mix devices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            return _run(func, args, kwargs or {})
+
+
+class _Named(TorchFunctionMode):
+    """Lets ``cuda`` name the device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_placed, (args, kwargs or {}))
+        if func is torch.tensor and kwargs.get("device") == META:  # its values would be lost
+            return func(*args, **{**kwargs, "device": CPU}).to(META)
+        return func(*args, **kwargs)
+
+
+def _placed(value: Any) -> Any:
+    named = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+    return META if named else value
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation of torch where its tensors are, or where it is told to."""
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    on_device = [isinstance(value, DeviceTensor) for value in tensors]
+    name = func._schema.name
+    if any(on_device) and name not in _ACROSS:
+        for value, here in zip(tensors, on_device, strict=True):
+            # A number in a tensor without axes may be on the CPU, as everywhere in torch.
+            assert here or value.dim() == 0, f"{name}: tensors of both devices, one is on the CPU"
+    if name.startswith("xmlc::") and any(on_device):
+        return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+    stays = on_device[0] if name == "aten::copy_" else any(on_device)
+    if kwargs.get("device") is not None:
+        stays = torch.device(kwargs["device"]) in (META, CUDA)
+        kwargs = {**kwargs, "device": CPU}
+    wrappers = {id(value.held): value for value in tensors if isinstance(value, DeviceTensor)}
+    args, kwargs = tree_map_only(DeviceTensor, lambda value: value.held, (args, kwargs))
+    with torch._C._DisableTorchDispatch():
+        results = func(*args, **kwargs)
+    if not stays:
+        return results
+    return tree_map_only(
+        Tensor, lambda value: wrappers[id(value)] if id(value) in wrappers else DeviceTensor(value), results
+    )
+
+
+class _CpuKernels:
+    """The CPU's ops under the arguments of the device's."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(native.cpu, name)
+        if name in ("Layer", "LogitOffsets"):
+            return found
+        return lambda *, queue, **arguments: found(threads=1, **arguments)
+
+
+@contextmanager
+def device() -> Iterator[None]:
+    """Let ``cuda`` name the pretended device."""
+    with pytest.MonkeyPatch.context() as patch:
+        facts = native.describe()
+        emulated = "XMLC_EMULATED" in os.environ
+        patch.setattr(native, "cuda", oracles.emulated_module() if emulated else _CpuKernels())
+        patch.setattr(native, "describe", lambda: facts)
+        patch.setattr(native, "require_cuda", lambda: None)
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+        patch.setattr(torch.cuda, "get_rng_state", lambda _: torch.empty(0))  # the CPU's generator draws
+        patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+        with _Named(), _Dispatch():
+            yield

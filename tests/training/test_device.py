@@ -1,0 +1,162 @@
+"""Runs with ``training.device = cuda`` on a pretended device: nothing mixes devices, same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pretended
+import problems
+import pytest
+import runs
+import torch
+
+from xmlc.errors import ConfigError, OutOfMemoryError
+from xmlc.nn import TextEncoder
+from xmlc.training.trainer import train_into
+
+Train = Callable[..., Path]
+
+PARTS: dict[str, tuple[problems.Kind, dict[str, dict[str, Any]]]] = {
+    "dense features": ("dense", {}),
+    "an embedding": ("sparse", {"model": {"input_dropout": 0.2, "hidden_dropout": 0.1}}),
+    "texts": ("text", {}),
+    "groups": ("sparse", {"model": {"group_size": 16, "weight_dtype": "bfloat16"}}),
+    "direct connections": ("text", {"model": {"direct_fan_in": 4, "direct_max_frequency": 1.0}}),
+    "similarity": ("text", {"similarity": {"neighbour_weight": 0.5, "neighbours": 5}}),
+    "both": (
+        "sparse",
+        {
+            "model": {"direct_fan_in": 4, "direct_max_frequency": 1.0},
+            "similarity": {"neighbour_weight": 0.5},
+        },
+    ),
+    "a dense output": ("sparse", {"model": {"output": "dense"}}),
+    "a dense output with softmax": (
+        "dense",
+        {"model": {"output": "bottleneck"}, "loss": {"kind": "softmax"}},
+    ),
+    "softmax": ("sparse", {"loss": {"kind": "softmax", "reduction": "mean"}}),
+    "decoupled softmax": ("sparse", {"loss": {"kind": "decoupled_softmax"}, "training": {"clip_norm": 1.0}}),
+    "weights of labels": ("sparse", {"loss": {"kind": "bce", "positive_weight_propensity": True}}),
+    "label_adam": ("sparse", {"output_optimizer": {"kind": "label_adam"}}),
+    "momentum": (
+        "dense",
+        {"output_optimizer": {"kind": "momentum"}, "dense_optimizer": {"kind": "momentum"}},
+    ),
+    "sgd": ("sparse", {"output_optimizer": {"kind": "sgd"}, "dense_optimizer": {"kind": "sgd"}}),
+    "redistribution by threshold": (
+        "sparse",
+        {"redistribution": {"mode": "threshold", "threshold": 0.05, "scope": "group", "new_value": "random"}},
+    ),
+    "lowered rates": ("sparse", {"training": {"on_divergence": "lower_rate"}}),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_trains_on_the_device_as_on_the_cpu(part: str, train: Train) -> None:
+    kind, sections = PARTS[part]
+    dataset = problems.dataset(kind)
+    training = sections.get("training", {}) | {"epochs": 2, "deterministic": True}
+    expected = train(dataset, "cpu", **sections | {"training": training})
+    with pretended.device():
+        found = train(dataset, "cuda", **sections | {"training": training | {"device": "cuda"}})
+    assert runs.metrics(found) == runs.metrics(expected)
+    assert runs.checkpoint(found)[0] == runs.checkpoint(expected)[0]
+
+
+def test_a_run_begun_on_the_device_goes_on_on_the_cpu(
+    train: Train, at_step: Callable[[int, Callable[[], None]], None]
+) -> None:
+    def die() -> None:
+        raise InterruptedError
+
+    dataset = problems.dataset("sparse")
+    training = {"epochs": 3, "deterministic": True}
+    expected = train(dataset, "whole", training=training)
+    at_step(16, die)  # in the second epoch
+    with pretended.device(), pytest.raises(InterruptedError):
+        train(dataset, "moved", training=training | {"device": "cuda"})
+    found = train(dataset, "moved", resume=True, training=training)
+    assert runs.metrics(found) == runs.metrics(expected)
+    assert runs.checkpoint(found)[0] == runs.checkpoint(expected)[0]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_transformer_reads_on_the_device_as_on_the_cpu(
+    frozen: bool, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = encoders.settings(encoders.write(tmp_path / "encoder"), frozen=frozen)
+    dataset = problems.dataset("text", 40, 10)
+    sections: dict[str, dict[str, Any]] = {
+        "encoder": encoder,
+        "model": {"direct_fan_in": 2, "direct_max_frequency": 1.0},
+        "training": {"epochs": 1, "deterministic": True},
+    }
+    expected = train(dataset, "cpu", **sections)
+    # Loaded before: the library has a use of its own for the meta device.
+    loaded = TextEncoder.load(tmp_path / "encoder", problems.config(encoder=encoder).encoder)
+    monkeypatch.setattr(TextEncoder, "load", lambda *_: loaded)
+    with pretended.device():
+        found = train(dataset, "cuda", **sections | {"training": sections["training"] | {"device": "cuda"}})
+    assert loaded.transformer.device.type == "cuda"
+    assert runs.metrics(found) == runs.metrics(expected)
+    assert runs.checkpoint(found)[0] == runs.checkpoint(expected)[0]
+
+
+def test_a_deterministic_run_asks_torch_for_one_order_while_it_trains_on_the_device(
+    train: Train, at_step: Callable[[int, Callable[[], None]], None]
+) -> None:
+    asked = []
+    for device in ("cpu", "cuda"):
+        at_step(1, lambda: asked.append(torch.are_deterministic_algorithms_enabled()))
+        with pretended.device():
+            train(
+                problems.dataset("dense", 40, 10),
+                device,
+                training={"epochs": 1, "deterministic": True, "device": device},
+            )
+    assert asked == [False, True] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_metrics_record_the_device_s_memory_and_budgets_are_refused(train: Train, tmp_path: Path) -> None:
+    dataset = problems.dataset("dense", 40, 10)
+    with pretended.device():
+        run = train(dataset, training={"epochs": 1, "device": "cuda"})
+        entry = json.loads((run / "metrics.jsonl").read_text())
+        assert entry["peak_device_memory_bytes"] == torch.cuda.max_memory_allocated()
+        with pytest.raises(ConfigError, match=r"training\.device = cpu alone, found cuda; leave them out"):
+            train_into(
+                tmp_path / "budget",
+                dataset,
+                problems.config(training={"device": "cuda"}),
+                budget_bytes=1 << 32,
+            )
+    assert not (tmp_path / "budget").exists()
+
+
+def test_memory_that_runs_out_on_the_device_says_what_to_lower(
+    train: Train, at_step: Callable[[int, Callable[[], None]], None]
+) -> None:
+    def run_out() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore of it")
+
+    at_step(3, run_out)
+    with (
+        pretended.device(),
+        pytest.raises(OutOfMemoryError, match=r"found: CUDA out of memory\. Tried .*; lower training.batch"),
+    ):
+        train(problems.dataset("dense", 40, 10), training={"epochs": 1, "batch_size": 8, "device": "cuda"})
+
+
+def test_a_tensor_left_on_the_cpu_is_caught() -> None:
+    with pretended.device():
+        weight = torch.ones(3, device="cuda")
+        assert weight.device.type == "cuda" and float((weight + weight).sum()) == 6.0
+        with pytest.raises(AssertionError, match="tensors of both devices"):
+            weight + torch.ones(3)
+        with pytest.raises(RuntimeError, match="numpy"):
+            weight.numpy()
