@@ -105,6 +105,11 @@ def _backend(device: torch.device, multiply_adds: int) -> tuple[Any, dict[str, A
     return cpu, {"threads": threads_for(multiply_adds)}
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether the device's kernels take features in bfloat16 as they are (`checks.narrow`)."""
+    return device.type == "cuda" or emulated is not None
+
+
 def workspace_bytes(
     op: str, threads: int, *, layer: dict[str, Any], offsets: dict[str, int] | None = None, **arguments: Any
 ) -> int:

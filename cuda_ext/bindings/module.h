@@ -101,36 +101,52 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "sparse_linear",
       [ops](const Layer& layer, Address features, Address logits, std::int64_t batch, const Where& where,
-            Address workspace) {
-        const SparseLinearArguments a{layer, at<const float>(features), at<float>(logits), nullptr, nullptr,
-                                      batch};
+            Address workspace, Address narrow_features) {
+        SparseLinearArguments a{};
+        a.layer = layer;
+        a.features = at<const float>(features);
+        a.narrow_features = at<const BFloat16>(narrow_features);
+        a.logits = at<float>(logits);
+        a.batch = batch;
         py::gil_scoped_release release;
         return ops.sparse_linear(a, where, at<void>(workspace));
       },
       py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("logits"), py::arg("batch"),
-      py::arg(where_name), py::arg("workspace"));
+      py::arg(where_name), py::arg("workspace"), py::arg("narrow_features") = 0);
   m.def(
       "sparse_linear_feature_gradient",
       [ops](const Layer& layer, Address logit_gradient, Address feature_gradient, std::int64_t batch,
-            const Where& where, Address workspace) {
-        const SparseLinearArguments a{
-            layer, nullptr, at<float>(logit_gradient), at<float>(feature_gradient), nullptr, batch};
+            const Where& where, Address workspace, Address narrow_logit_gradient) {
+        SparseLinearArguments a{};
+        a.layer = layer;
+        a.logits = at<float>(logit_gradient);
+        a.narrow_logit_gradient = at<const BFloat16>(narrow_logit_gradient);
+        a.feature_gradient = at<float>(feature_gradient);
+        a.batch = batch;
         py::gil_scoped_release release;
         return ops.sparse_linear_feature_gradient(a, where, at<void>(workspace));
       },
       py::kw_only(), py::arg("layer"), py::arg("logit_gradient"), py::arg("feature_gradient"),
-      py::arg("batch"), py::arg(where_name), py::arg("workspace"));
+      py::arg("batch"), py::arg(where_name), py::arg("workspace"), py::arg("narrow_logit_gradient") = 0);
   m.def(
       "sparse_linear_weight_gradient",
       [ops](const Layer& layer, Address features, Address logit_gradient, Address weight_gradient,
-            std::int64_t batch, const Where& where, Address workspace) {
-        const SparseLinearArguments a{layer,   at<const float>(features),  at<float>(logit_gradient),
-                                      nullptr, at<float>(weight_gradient), batch};
+            std::int64_t batch, const Where& where, Address workspace, Address narrow_features,
+            Address narrow_logit_gradient) {
+        SparseLinearArguments a{};
+        a.layer = layer;
+        a.features = at<const float>(features);
+        a.narrow_features = at<const BFloat16>(narrow_features);
+        a.logits = at<float>(logit_gradient);
+        a.narrow_logit_gradient = at<const BFloat16>(narrow_logit_gradient);
+        a.weight_gradient = at<float>(weight_gradient);
+        a.batch = batch;
         py::gil_scoped_release release;
         return ops.sparse_linear_weight_gradient(a, where, at<void>(workspace));
       },
       py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("logit_gradient"),
-      py::arg("weight_gradient"), py::arg("batch"), py::arg(where_name), py::arg("workspace"));
+      py::arg("weight_gradient"), py::arg("batch"), py::arg(where_name), py::arg("workspace"),
+      py::arg("narrow_features") = 0, py::arg("narrow_logit_gradient") = 0);
   m.def(
       "fused_step",
       [ops](const Layer& layer, Address features, Address feature_gradient, Address pair_label,
@@ -139,7 +155,8 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
             const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum,
             double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
             Address weight_second, Address bias_first, Address bias_second, std::uint64_t seed,
-            Address loss_sum, const LogitOffsets& offsets, const Where& where, Address workspace) {
+            Address loss_sum, const LogitOffsets& offsets, const Where& where, Address workspace,
+            Address narrow_features) {
         const FusedStepArguments a{
             layer,
             at<const float>(features),
@@ -163,7 +180,8 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
             at<float>(bias_second),
             make_key(seed, static_cast<std::uint64_t>(step), Purpose::kRounding),
             at<double>(loss_sum),
-            offsets};
+            offsets,
+            at<const BFloat16>(narrow_features)};
         py::gil_scoped_release release;
         return ops.fused_step(a, where, at<void>(workspace));
       },
@@ -173,18 +191,27 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
       py::arg("gradient_cutoff"), py::arg("optimizer"), py::arg("learning_rate"), py::arg("weight_decay"),
       py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"),
       py::arg("weight_first"), py::arg("weight_second"), py::arg("bias_first"), py::arg("bias_second"),
-      py::arg("seed"), py::arg("loss_sum"), py::arg("offsets"), py::arg(where_name), py::arg("workspace"));
+      py::arg("seed"), py::arg("loss_sum"), py::arg("offsets"), py::arg(where_name), py::arg("workspace"),
+      py::arg("narrow_features") = 0);
   m.def(
       "top_labels",
       [ops](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,
-            std::int64_t k, const LogitOffsets& offsets, const Where& where, Address workspace) {
-        const TopLabelsArguments a{
-            layer, at<const float>(features), at<float>(scores), at<std::int64_t>(labels), batch, k, offsets};
+            std::int64_t k, const LogitOffsets& offsets, const Where& where, Address workspace,
+            Address narrow_features) {
+        const TopLabelsArguments a{layer,
+                                   at<const float>(features),
+                                   at<float>(scores),
+                                   at<std::int64_t>(labels),
+                                   batch,
+                                   k,
+                                   offsets,
+                                   at<const BFloat16>(narrow_features)};
         py::gil_scoped_release release;
         return ops.top_labels(a, where, at<void>(workspace));
       },
       py::kw_only(), py::arg("layer"), py::arg("features"), py::arg("scores"), py::arg("labels"),
-      py::arg("batch"), py::arg("k"), py::arg("offsets"), py::arg(where_name), py::arg("workspace"));
+      py::arg("batch"), py::arg("k"), py::arg("offsets"), py::arg(where_name), py::arg("workspace"),
+      py::arg("narrow_features") = 0);
   m.def(
       "redistribute",
       [ops](const Layer& layer, Address state0, Address state1, bool by_threshold, bool within_group,

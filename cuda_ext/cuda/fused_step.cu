@@ -7,7 +7,7 @@
 
 #include "../cpu/workspace.h"
 #include "gradients.h"
-#include "logits.cuh"
+#include "tensor_products.cuh"
 #include "xmlc/rounding.h"
 
 namespace xmlc::cuda {
@@ -19,9 +19,10 @@ constexpr unsigned kSumThreads = 256;
 
 struct Scratch {
   std::int64_t block_labels, segments, loss_parts;
-  float* logit_gradient;   // [block_labels, batch]
-  float* weight_gradient;  // [block_labels, fan_in]
-  double* loss;            // [loss_parts]: of each warp, or of each instance
+  float* logit_gradient;      // [block_labels, batch]
+  float* weight_gradient;     // [block_labels, fan_in]
+  BFloat16* narrow_gradient;  // [block_labels, batch]: logit_gradient rounded, for the tensor cores; or null
+  double* loss;               // [loss_parts]: of each warp, or of each instance
   // Of the normalised losses; see loss.h. Null otherwise.
   float* reference;      // [segments, batch]: an early large logit of each warp
   double* exponentials;  // [segments, batch]: the sum of exp(logit - reference)
@@ -45,6 +46,7 @@ Scratch plan(const FusedStepArguments& a, cpu::Workspace& workspace) {
   s.segments = segments_for(rows_of(a, 0, s.block_labels));
   s.logit_gradient = workspace.take<float>(s.block_labels * a.batch);
   s.weight_gradient = workspace.take<float>(s.block_labels * a.layer.fan_in);
+  if (a.narrow_features != nullptr) s.narrow_gradient = workspace.take<BFloat16>(s.block_labels * a.batch);
   const bool normalised = is_normalised(a.loss);
   s.loss_parts = normalised ? a.batch : s.segments * batch_tiles(a.batch);
   s.loss = workspace.take<double>(s.loss_parts);
@@ -140,6 +142,12 @@ struct VisitGradient {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v)
       if (at[v] < a.batch) row[at[v]] = active ? gradient[v] : 0.0f;
+    if (scratch.narrow_gradient != nullptr) {
+      BFloat16* narrow = scratch.narrow_gradient + (label - first_label) * a.batch;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v)
+        if (at[v] < a.batch) narrow[at[v]] = round_to_nearest(active ? gradient[v] : 0.0f);
+    }
     const std::int64_t entries = offsets().advance(state.next_offset, label);
     for (std::int64_t e = state.next_offset; e < state.next_offset + entries; ++e)
 #pragma unroll
@@ -379,7 +387,7 @@ __global__ void update_kernel(StepArguments arguments) {
 
 void normalise(const FusedStepArguments& a, const Scratch& s, const Queue& queue) {
   const Rows all = rows_of(a, 0, a.layer.label);
-  visit_logits("fused_normaliser", all, a.features, a.offsets, s.segments,
+  visit_logits("fused_normaliser", all, Features{a.features, a.narrow_features}, a.offsets, s.segments,
                VisitNormaliser{a, s, positives(a)}, queue.stream);
   launch("normalise", &normalise_kernel, dim3(static_cast<unsigned>((a.batch + kWarp - 1) / kWarp)), kWarp, 0,
          queue.stream, StepArguments{a, s, all});
@@ -387,10 +395,17 @@ void normalise(const FusedStepArguments& a, const Scratch& s, const Queue& queue
 
 void step_block(const FusedStepArguments& a, const Scratch& s, const Rows& rows, const Queue& queue) {
   const std::int64_t tiles = row_tiles(rows);
-  visit_logits("fused_gradient", rows, a.features, a.offsets, tiles < s.segments ? tiles : s.segments,
-               VisitGradient{a, s, positives(a), rows.first}, queue.stream);
-  add_feature_gradient(rows, s.logit_gradient, a.feature_gradient, queue);
-  compute_weight_gradient(rows, a.features, s.logit_gradient, s.weight_gradient, queue);
+  visit_logits("fused_gradient", rows, Features{a.features, a.narrow_features}, a.offsets,
+               tiles < s.segments ? tiles : s.segments, VisitGradient{a, s, positives(a), rows.first},
+               queue.stream);
+  if (s.narrow_gradient != nullptr && !queue.deterministic)
+    add_feature_gradient(rows, s.narrow_gradient, a.feature_gradient, queue);
+  else
+    add_feature_gradient(rows, s.logit_gradient, a.feature_gradient, queue);
+  if (s.narrow_gradient != nullptr)
+    compute_weight_gradient(rows, a.narrow_features, s.narrow_gradient, s.weight_gradient, queue);
+  else
+    compute_weight_gradient(rows, a.features, s.logit_gradient, s.weight_gradient, queue);
   const dim3 grid = grid_for(rows.count < kMostSegments ? rows.count : kMostSegments, 1);
   const StepArguments arguments{a, s, rows};
   if (a.layer.weight_type == WeightType::kFloat32)

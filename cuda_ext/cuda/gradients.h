@@ -17,4 +17,9 @@ void compute_weight_gradient(const Rows&, const float* features, const float* lo
                              float* weight_gradient,  // [rows.count, fan_in]
                              const Queue&);
 
+// The same on the tensor cores, for weights and features in bfloat16 and groups of at least 16.
+void add_feature_gradient(const Rows&, const BFloat16* logit_gradient, float* feature_gradient, const Queue&);
+void compute_weight_gradient(const Rows&, const BFloat16* features, const BFloat16* logit_gradient,
+                             float* weight_gradient, const Queue&);
+
 }  // namespace xmlc::cuda

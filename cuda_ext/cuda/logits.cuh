@@ -37,6 +37,18 @@ struct LabelPairs {
   }
 };
 
+// Adds a label's entries to its logits; labels come in rising order.
+template <int kVectors>
+__device__ __forceinline__ void add_offsets(const LabelPairs& pairs, const LogitOffsets& offsets,
+                                            std::int64_t& next, std::int64_t label,
+                                            const std::int64_t (&at)[kVectors], float (&logit)[kVectors]) {
+  const std::int64_t count = pairs.advance(next, label);
+  for (std::int64_t e = next; e < next + count; ++e)
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v)
+      if (at[v] == offsets.instance[e]) logit[v] += offsets.value[e];
+}
+
 template <class Visitor>
 struct LogitsArguments {
   Rows rows;
@@ -89,11 +101,7 @@ __global__ void logits_kernel(LogitsArguments<Visitor> a) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= rows) continue;
-      const std::int64_t count = offsets.advance(next_offset, label + r);
-      for (std::int64_t e = next_offset; e < next_offset + count; ++e)
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          if (at[v] == a.offsets.instance[e]) logit[r][v] += a.offsets.value[e];
+      add_offsets(offsets, a.offsets, next_offset, label + r, at, logit[r]);
       a.visitor.visit(state, label + r, at, logit[r]);
     }
   }

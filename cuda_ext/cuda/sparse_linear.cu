@@ -5,7 +5,7 @@
 // and reads all connections in order. The weight gradient needs no atomics: a warp owns its row tile, every
 // lane sums its own instances for 32 weights at a time, and 31 exchanges then add the lanes.
 #include "gradients.h"
-#include "logits.cuh"
+#include "tensor_products.cuh"
 
 namespace xmlc::cuda {
 namespace {
@@ -231,8 +231,8 @@ void compute_weight_gradient(const Rows& rows, const float* features, const floa
 std::int64_t sparse_linear(const SparseLinearArguments& a, const Queue& queue, void* workspace) {
   if (workspace == nullptr) return 0;
   const Rows rows = all_rows(a);
-  visit_logits("sparse_linear", rows, a.features, {}, segments_for(rows), StoreLogits{a.logits, a.batch},
-               queue.stream);
+  visit_logits("sparse_linear", rows, Features{a.features, a.narrow_features}, {}, segments_for(rows),
+               StoreLogits{a.logits, a.batch}, queue.stream);
   return 0;
 }
 
@@ -240,14 +240,21 @@ std::int64_t sparse_linear_feature_gradient(const SparseLinearArguments& a, cons
                                             void* workspace) {
   if (workspace == nullptr) return 0;
   clear(a.feature_gradient, static_cast<std::size_t>(a.layer.input * a.batch) * sizeof(float), queue.stream);
-  add_feature_gradient(all_rows(a), a.logits, a.feature_gradient, queue);
+  if (a.narrow_logit_gradient != nullptr)
+    add_feature_gradient(all_rows(a), a.narrow_logit_gradient, a.feature_gradient, queue);
+  else
+    add_feature_gradient(all_rows(a), a.logits, a.feature_gradient, queue);
   return 0;
 }
 
 std::int64_t sparse_linear_weight_gradient(const SparseLinearArguments& a, const Queue& queue,
                                            void* workspace) {
   if (workspace == nullptr) return 0;
-  compute_weight_gradient(all_rows(a), a.features, a.logits, a.weight_gradient, queue);
+  if (a.narrow_features != nullptr)
+    compute_weight_gradient(all_rows(a), a.narrow_features, a.narrow_logit_gradient, a.weight_gradient,
+                            queue);
+  else
+    compute_weight_gradient(all_rows(a), a.features, a.logits, a.weight_gradient, queue);
   return 0;
 }
 

@@ -3,8 +3,8 @@
 // only a strictly larger logit replaces, so ties stay with the lowest label; then a warp for each instance
 // merges the lists, of which earlier ones hold lower labels.
 #include "../cpu/workspace.h"
-#include "logits.cuh"
 #include "ops.h"
+#include "tensor_products.cuh"
 
 namespace xmlc::cuda {
 namespace {
@@ -133,7 +133,8 @@ std::int64_t top_labels(const TopLabelsArguments& a, const Queue& queue, void* w
   lists.labels = arrays.take<std::int64_t>(lists.segments * a.batch * a.k);
   lists.next = arrays.take<std::int32_t>(a.batch * lists.segments);
   if (workspace == nullptr) return arrays.bytes();
-  visit_logits("top_labels", rows, a.features, a.offsets, lists.segments, VisitTop{a, lists}, queue.stream);
+  visit_logits("top_labels", rows, Features{a.features, a.narrow_features}, a.offsets, lists.segments,
+               VisitTop{a, lists}, queue.stream);
   launch("merge_top_labels", &merge_kernel, dim3(static_cast<unsigned>(a.batch)), kWarp, 0, queue.stream,
          MergeArguments{a, lists});
   return arrays.bytes();

@@ -9,10 +9,13 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/ops.h"
+#include "cuda/tensor_products.cuh"
 #include "emulator/emulator.h"
+#include "xmlc/rounding.h"
 
 using namespace xmlc;
 
@@ -25,6 +28,7 @@ struct Problem {
   std::int64_t label, fan_in, input, batch, group_size;
   std::vector<std::int32_t> indices;
   std::vector<float> weight, bias, features;
+  std::vector<BFloat16> narrow_weight, narrow_features;  // the same values, of a problem in bfloat16
 
   Problem(std::int64_t l, std::int64_t f, std::int64_t i, std::int64_t b, std::int64_t g)
       : label(l), fan_in(f), input(i), batch(b), group_size(g) {
@@ -42,9 +46,25 @@ struct Problem {
     for (std::int64_t at = 0; at < l; ++at) bias.push_back(normal(random));
     for (std::int64_t at = 0; at < i * b; ++at) features.push_back(normal(random));
   }
+  // Rounds weights and features, so that both types hold the same values.
+  void narrow() {
+    for (auto [wide, to] : {std::pair{&weight, &narrow_weight}, std::pair{&features, &narrow_features}})
+      for (float& value : *wide) {
+        to->push_back(round_to_nearest(value));
+        value = widen(to->back());
+      }
+  }
   Layer layer() {
-    return {indices.data(), weight.data(), bias.data(), IndexType::kInt32, WeightType::kFloat32, input,
-            label,          group_size,    fan_in};
+    const bool is_narrow = !narrow_weight.empty();
+    return {indices.data(),
+            is_narrow ? static_cast<void*>(narrow_weight.data()) : weight.data(),
+            bias.data(),
+            IndexType::kInt32,
+            is_narrow ? WeightType::kBFloat16 : WeightType::kFloat32,
+            input,
+            label,
+            group_size,
+            fan_in};
   }
   std::int64_t index(std::int64_t l, std::int64_t k) const { return indices[l / group_size * fan_in + k]; }
   double logit(std::int64_t l, std::int64_t b) const {
@@ -77,9 +97,22 @@ void sparse_linear(Problem& p) {
   std::vector<double> exact, feature_gradient(p.features.size()), weight_gradient(p.weight.size());
   for (std::int64_t l = 0; l < p.label; ++l)
     for (std::int64_t b = 0; b < p.batch; ++b) exact.push_back(p.logit(l, b));
-  SparseLinearArguments a{p.layer(), p.features.data(), logits.data(), nullptr, nullptr, p.batch};
+  SparseLinearArguments a{};
+  a.layer = p.layer();
+  a.features = p.features.data();
+  a.logits = logits.data();
+  a.batch = p.batch;
+  std::vector<BFloat16> narrow_gradient;
+  if (!p.narrow_features.empty()) a.narrow_features = p.narrow_features.data();
   run(cuda::sparse_linear, a);
   require_near(logits, exact, "logit");
+  if (!p.narrow_features.empty()) {  // the logits serve as their gradients
+    for (float& logit : logits) {
+      narrow_gradient.push_back(round_to_nearest(logit));
+      logit = widen(narrow_gradient.back());
+    }
+    a.narrow_logit_gradient = narrow_gradient.data();
+  }
   for (std::int64_t l = 0; l < p.label; ++l)
     for (std::int64_t k = 0; k < p.fan_in; ++k)
       for (std::int64_t b = 0; b < p.batch; ++b) {
@@ -88,6 +121,7 @@ void sparse_linear(Problem& p) {
         weight_gradient[l * p.fan_in + k] += g * p.features[p.index(l, k) * p.batch + b];
       }
   for (bool deterministic : {false, true}) {
+    if (deterministic) a.narrow_logit_gradient = nullptr;  // knows no tensor cores
     std::vector<float> found(p.features.size(), NAN);
     a.feature_gradient = found.data();
     run(cuda::sparse_linear_feature_gradient, a, deterministic);
@@ -95,6 +129,7 @@ void sparse_linear(Problem& p) {
   }
   std::vector<float> found(p.weight.size(), NAN);
   a.weight_gradient = found.data();
+  if (!narrow_gradient.empty()) a.narrow_logit_gradient = narrow_gradient.data();
   run(cuda::sparse_linear_weight_gradient, a);
   require_near(found, weight_gradient, "weight gradient");
 }
@@ -111,6 +146,7 @@ void fused_step(Problem p, Loss loss) {
   FusedStepArguments a{};
   a.layer = p.layer();
   a.features = p.features.data();
+  if (!p.narrow_features.empty()) a.narrow_features = p.narrow_features.data();
   a.feature_gradient = feature_gradient.data();
   a.pair_label = pair_label.data();
   a.pair_instance = pair_instance.data();
@@ -144,8 +180,9 @@ void fused_step(Problem p, Loss loss) {
 void top_labels(Problem& p, std::int64_t k) {
   std::vector<float> scores(static_cast<std::size_t>(p.batch * k), NAN);
   std::vector<std::int64_t> labels(scores.size(), -2);
-  run(cuda::top_labels,
-      TopLabelsArguments{p.layer(), p.features.data(), scores.data(), labels.data(), p.batch, k});
+  TopLabelsArguments a{p.layer(), p.features.data(), scores.data(), labels.data(), p.batch, k, {}, nullptr};
+  if (!p.narrow_features.empty()) a.narrow_features = p.narrow_features.data();
+  run(cuda::top_labels, a);
   for (std::int64_t b = 0; b < p.batch; ++b) {
     std::vector<double> sorted;
     for (std::int64_t l = 0; l < p.label; ++l) sorted.push_back(p.logit(l, b));
@@ -172,6 +209,50 @@ void redistribute(Problem p, bool within_group) {
   }
 }
 
+// The plain product against the instruction's own description (PTX ISA, "Matrix fragments for mma.m16n8k16
+// with floating point type"), written down apart from the code that it checks.
+struct Product {
+  float a[16][16], b[16][8], c[16][8];
+};
+
+void product_kernel(Product* product) {
+  const int lane = cuda::lane(), group = lane >> 2, in_group = lane & 3;
+  cuda::FragmentA a{};
+  cuda::FragmentB b{};
+  cuda::FragmentC c{};
+  for (int i = 0; i < 8; ++i) {
+    const int row = (i < 2 || (i >= 4 && i < 6)) ? group : group + 8;
+    const int column = in_group * 2 + (i & 1) + (i < 4 ? 0 : 8);
+    a.word[i / 2] |= std::uint32_t{round_to_nearest(product->a[row][column]).bits} << (16 * (i & 1));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
+    b.word[i / 2] |= std::uint32_t{round_to_nearest(product->b[row][group]).bits} << (16 * (i & 1));
+  }
+  const auto place = [&](int i) -> float& {
+    return product->c[i < 2 ? group : group + 8][in_group * 2 + (i & 1)];
+  };
+  for (int i = 0; i < 4; ++i) c.value[i] = place(i);
+  cuda::multiply_add(c, a, b);
+  for (int i = 0; i < 4; ++i) place(i) = c.value[i];
+}
+
+void product() {
+  std::mt19937 random(7);
+  Product p{}, before{};
+  for (auto* matrix : {&p.a[0][0], &p.b[0][0], &p.c[0][0]})
+    for (int at = 0; at < (matrix == &p.a[0][0] ? 256 : 128); ++at)
+      matrix[at] = static_cast<float>(static_cast<int>(random() % 17) - 8);
+  before = p;
+  cuda::launch("product", &product_kernel, dim3(1), cuda::kWarp, 0, &stream_of_the_caller, &p);
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 8; ++j) {
+      float sum = before.c[i][j];  // of small whole numbers: exact
+      for (int k = 0; k < 16; ++k) sum += before.a[i][k] * before.b[k][j];
+      require(p.c[i][j] == sum, "element of a product");
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -192,7 +273,13 @@ int main(int count, char** arguments) {
         top_labels(p, std::min<std::int64_t>(label, 4));
         redistribute(p, false);
         redistribute(p, true);
+        if (group_size == 1) continue;
+        p.narrow();
+        sparse_linear(p);
+        for (Loss loss : {Loss::kSquaredHinge, Loss::kSoftmax}) fused_step(p, loss);
+        top_labels(p, std::min<std::int64_t>(label, 4));
       }
+      product();
     }
     emulator::set_order(emulator::Order::kForward);
     Problem many(40'000, 1, 3, 1, 1);  // more labels than warps

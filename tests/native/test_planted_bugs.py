@@ -13,7 +13,7 @@ import pytest
 
 NATIVE = Path(__file__).resolve().parents[2] / "cuda_ext"
 HARNESS = Path(__file__).with_name("harness.cpp")
-SOURCES = ("sparse_linear.cu", "fused_step.cu", "top_labels.cu", "redistribute.cu")
+SOURCES = ("sparse_linear.cu", "tensor_gradients.cu", "fused_step.cu", "top_labels.cu", "redistribute.cu")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 FLAGS = ("-std=c++17", "-DXMLC_EMULATE", "-O1", "-g", "-Wno-unknown-pragmas", *SANITIZERS)
 
@@ -75,6 +75,16 @@ BARRIERS = {
 }
 
 
+BARRIERS |= {
+    "before products are read as rows": (
+        "tensor_products.cuh",
+        "store_product(value, sum[j], fragment_g(), fragment_g() + 8, j);\n    __syncwarp();",
+        "store_product(value, sum[j], fragment_g(), fragment_g() + 8, j);",
+        "sparse_linear.cu",
+    ),
+}
+
+
 @pytest.mark.parametrize("barrier", BARRIERS)
 def test_a_missing_barrier_is_caught(objects: dict[str, Path], tmp_path: Path, barrier: str) -> None:
     file, before, after, source = BARRIERS[barrier]
@@ -119,3 +129,28 @@ def test_a_warp_that_takes_but_one_of_its_row_tiles_is_caught(
         objects, tmp_path, "logits.cuh", "tile < own.last", "tile < own.first + 1", source="sparse_linear.cu"
     )
     assert finished.returncode == 1 and "wrong result: logit" in finished.stderr
+
+
+FRAGMENTS = {
+    "words of a exchanged": ("joined(a.word[0], a.word[1])", "joined(a.word[1], a.word[0])"),
+    "halves of b exchanged": (
+        "low_half(low(near)) * low_half(low(factor))",
+        "low_half(low(near)) * high_half(low(factor))",
+    ),
+    "another lane of b": ("4 * (2 * t + column) + q", "4 * (t + 4 * column) + q"),
+}
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_a_fragment_that_is_not_the_instructions_is_caught(
+    objects: dict[str, Path], tmp_path: Path, fragment: str
+) -> None:
+    """The harness is compiled with the changed header: its own product must tell, not only the ops'."""
+    native = tmp_path / "native"
+    shutil.copytree(NATIVE, native)
+    header = native / "cuda/tensor_products.cuh"
+    before, after = FRAGMENTS[fragment]
+    assert before in header.read_text()
+    header.write_text(header.read_text().replace(before, after, 1))
+    finished = run_with({**objects, "harness": compile_to(tmp_path / "harness.o", HARNESS, native)}, tmp_path)
+    assert finished.returncode == 1 and "element of a product" in finished.stderr

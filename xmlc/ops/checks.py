@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xmlc import native
 from xmlc.errors import NativeError, XmlcError
 
 GROUP_SIZES = (1, 16, 32, 64)
 INDEX_DTYPES = (torch.uint16, torch.int32)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+FEATURE_DTYPES = (torch.float32, torch.bfloat16)
 MOST_INPUTS = {torch.uint16: 1 << 16, torch.int32: (1 << 31) - 1}
 """Inputs that indices of each dtype can name."""
 
@@ -79,6 +81,34 @@ def tensor(op: str, name: str, value: Tensor, shape: Sequence[int], axes: str, *
             f"{op}: {name} must be contiguous {axes}, got strides {list(value.stride())}; "
             "call .contiguous() first"
         )
+
+
+def features(op: str, value: Tensor) -> tuple[int, int]:
+    """Require features [input, batch] and return their sizes."""
+    sizes = matrix(op, "features", value, "[input, batch]")
+    tensor(op, "features", value, sizes, "[input, batch]", *FEATURE_DTYPES)
+    return sizes
+
+
+def narrow(
+    name: str, value: Tensor, weight_dtype: torch.dtype, group_size: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return features, or a logit gradient, as the device's kernels take them, and their addresses.
+
+    What is bfloat16 stays so where products of bfloat16 are to be had: in CUDA kernels, with weights of the
+    same type and groups of at least 16. Elsewhere it is widened to float32, which changes no value.
+
+    Args:
+        name: Of the argument in the native modules; in bfloat16, ``narrow_`` and the name.
+        value: Checked; the caller holds what is returned until the call is over.
+        weight_dtype: Of the layer.
+        group_size: Of the layer.
+    """
+    both = value.dtype == weight_dtype == torch.bfloat16
+    if both and group_size > 1 and native.multiplies_bfloat16(value.device):
+        return value, {name: 0, f"narrow_{name}": value.data_ptr()}
+    value = value.float()
+    return value, {name: value.data_ptr()}
 
 
 def groups(label: int, group_size: int) -> int:

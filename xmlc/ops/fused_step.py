@@ -133,7 +133,9 @@ def fused_step(
     CUDA device the feature gradient's last bits vary unless torch is told to use deterministic algorithms.
 
     Args:
-        features: float32 [input, batch].
+        features: float32 or bfloat16 [input, batch]. bfloat16 is as exact as its values in float32, but for
+            weights in bfloat16 and groups of at least 16 on a CUDA device: there logit gradients are rounded
+            to bfloat16, to nearest, for the gradients of features and weights (not of the bias).
         positive_offsets: int64 [batch + 1]; instance b has positive_labels[offsets[b]:offsets[b + 1]].
             They, and only they, may lie on the CPU where the rest is on a device.
         positive_labels: int32 or int64 [pair], in [0, label).
@@ -346,8 +348,7 @@ def _fused_step(
     offset_value: Tensor | None = None,
     offset_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
-    checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
+    input, batch = checks.features(_NAME, features)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
     label, fan_in = weight.shape
     if loss not in LOSSES:
@@ -366,14 +367,15 @@ def _fused_step(
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
     offsets = LogitOffsets.given(offset_label, offset_instance, offset_value, offset_gradient)
     native_offsets = logit_offsets.checked(_NAME, offsets, label, batch)
-    feature_gradient = torch.empty_like(features)
+    features, addresses = checks.narrow("features", features, weight.dtype, group_size)
+    feature_gradient = torch.empty_like(features, dtype=torch.float32)
     loss_sum = torch.empty((), dtype=torch.float64, device=features.device)
     native.run(
         "fused_step",
         weight.device,
         weight.numel() * batch,
         layer=layer,
-        features=features.data_ptr(),
+        **addresses,
         feature_gradient=feature_gradient.data_ptr(),
         pair_label=pair_label.data_ptr(),
         pair_instance=pair_instance.data_ptr(),
@@ -406,7 +408,7 @@ def _fused_step(
 
 @torch.library.register_fake("xmlc::fused_step")
 def _fused_step_fake(features: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return features.new_empty((), dtype=torch.float64), torch.empty_like(features)
+    return features.new_empty((), dtype=torch.float64), torch.empty_like(features, dtype=torch.float32)
 
 
 def _check_pairs(pair_label: Tensor, pair_instance: Tensor, label: int, batch: int) -> None:

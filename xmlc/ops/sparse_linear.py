@@ -35,8 +35,13 @@ def sparse_linear(
     that is, ``W @ features + bias[:, None]`` with the dense ``W`` of `dense_weight`. Differentiable once
     in features, weight and bias.
 
+    bfloat16 features are as exact as their values in float32: every product is exact, sums are float32. With
+    weights in bfloat16 and groups of at least 16, backward passes round the logit gradient to bfloat16 for
+    the gradients of features and weights, on every backend; a CUDA device then computes all three products on
+    its tensor cores.
+
     Args:
-        features: float32 [input, batch].
+        features: float32 or bfloat16 [input, batch].
         weight: float32 or bfloat16 [label, fan_in].
         indices: uint16 or int32 [group, fan_in] with values in [0, input), group = ceil(label / group_size).
         bias: float32 [label].
@@ -68,27 +73,24 @@ def sparse_linear_reference(
     return dense_weight(weight, indices, group_size, features.shape[0]) @ features + bias[:, None]
 
 
-def _features(op: str, features: Tensor) -> tuple[int, int]:
-    sizes = checks.matrix(op, "features", features, "[input, batch]")
-    checks.tensor(op, "features", features, sizes, "[input, batch]", torch.float32)
-    return sizes
-
-
 def _check_logit_gradient(logit_gradient: Tensor, label: int, batch: int) -> None:
-    checks.tensor(_NAME, "logit_gradient", logit_gradient, (label, batch), "[label, batch]", torch.float32)
+    checks.tensor(
+        _NAME, "logit_gradient", logit_gradient, (label, batch), "[label, batch]", *checks.FEATURE_DTYPES
+    )
 
 
 @torch.library.impl("xmlc::sparse_linear", ("cpu", "cuda"))
 def _forward(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
-    input, batch = _features(_NAME, features)
+    input, batch = checks.features(_NAME, features)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
-    logits = features.new_empty(weight.shape[0], batch)
+    features, addresses = checks.narrow("features", features, weight.dtype, group_size)
+    logits = torch.empty(weight.shape[0], batch, dtype=torch.float32, device=features.device)
     native.run(
         "sparse_linear",
         weight.device,
         weight.numel() * batch,
         layer=layer,
-        features=features.data_ptr(),
+        **addresses,
         logits=logits.data_ptr(),
         batch=batch,
     )
@@ -105,13 +107,18 @@ def _feature_gradient(
     )
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, weight.shape[0], batch)
-    gradient = logit_gradient.new_empty(input, batch)
+    # The sums of one order know no tensor cores.
+    ordered = torch.are_deterministic_algorithms_enabled()
+    logit_gradient, addresses = checks.narrow(
+        "logit_gradient", logit_gradient, torch.float32 if ordered else weight.dtype, group_size
+    )
+    gradient = logit_gradient.new_empty(input, batch, dtype=torch.float32)
     native.run(
         "sparse_linear_feature_gradient",
         weight.device,
         weight.numel() * batch,
         layer=layer,
-        logit_gradient=logit_gradient.data_ptr(),
+        **addresses,
         feature_gradient=gradient.data_ptr(),
         batch=batch,
     )
@@ -120,19 +127,22 @@ def _feature_gradient(
 
 @torch.library.impl("xmlc::sparse_linear_weight_gradient", ("cpu", "cuda"))
 def _weight_gradient(logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int) -> Tensor:
-    input, batch = _features(_NAME, features)
+    input, batch = checks.features(_NAME, features)
     label, _ = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, label, batch)
     gradient = torch.empty(label, indices.shape[-1], dtype=torch.float32, device=logit_gradient.device)
     layer = checks.layer(_NAME, gradient, indices, gradient.new_empty(label), group_size, input)
+    # Both in bfloat16 ask for products of bfloat16; no weight takes part.
+    features, addresses = checks.narrow("features", features, logit_gradient.dtype, group_size)
+    logit_gradient, others = checks.narrow("logit_gradient", logit_gradient, features.dtype, group_size)
     native.run(
         "sparse_linear_weight_gradient",
         gradient.device,
         gradient.numel() * batch,
         layer=layer,
-        features=features.data_ptr(),
-        logit_gradient=logit_gradient.data_ptr(),
+        **addresses,
+        **others,
         weight_gradient=gradient.data_ptr(),
         batch=batch,
     )
@@ -141,21 +151,21 @@ def _weight_gradient(logit_gradient: Tensor, features: Tensor, indices: Tensor, 
 
 @torch.library.register_fake("xmlc::sparse_linear")
 def _forward_fake(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
-    return features.new_empty(weight.shape[0], features.shape[1])
+    return features.new_empty(weight.shape[0], features.shape[1], dtype=torch.float32)
 
 
 @torch.library.register_fake("xmlc::sparse_linear_feature_gradient")
 def _feature_gradient_fake(
     logit_gradient: Tensor, weight: Tensor, indices: Tensor, group_size: int, input: int
 ) -> Tensor:
-    return logit_gradient.new_empty(input, logit_gradient.shape[1])
+    return logit_gradient.new_empty(input, logit_gradient.shape[1], dtype=torch.float32)
 
 
 @torch.library.register_fake("xmlc::sparse_linear_weight_gradient")
 def _weight_gradient_fake(
     logit_gradient: Tensor, features: Tensor, indices: Tensor, group_size: int
 ) -> Tensor:
-    return logit_gradient.new_empty(logit_gradient.shape[0], indices.shape[1])
+    return logit_gradient.new_empty(logit_gradient.shape[0], indices.shape[1], dtype=torch.float32)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -166,14 +176,17 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 @torch.autograd.function.once_differentiable
 def _backward(ctx: Any, logit_gradient: Tensor) -> tuple[Tensor | None, ...]:
     features, weight, indices = ctx.saved_tensors
+    # Products of bfloat16 take the logit gradient in it as well; the bias does not.
+    narrow = features.dtype == weight.dtype == torch.bfloat16 and ctx.group_size > 1
+    factor = logit_gradient.to(torch.bfloat16) if narrow else logit_gradient
     feature_gradient = weight_gradient = bias_gradient = None
     if ctx.needs_input_grad[0]:
         feature_gradient = torch.ops.xmlc.sparse_linear_feature_gradient(
-            logit_gradient, weight, indices, ctx.group_size, features.shape[0]
-        )
+            factor, weight, indices, ctx.group_size, features.shape[0]
+        ).to(features.dtype)
     if ctx.needs_input_grad[1]:
         weight_gradient = torch.ops.xmlc.sparse_linear_weight_gradient(
-            logit_gradient, features, indices, ctx.group_size
+            factor, features, indices, ctx.group_size
         ).to(weight.dtype)
     if ctx.needs_input_grad[3]:
         bias_gradient = logit_gradient.sum(1)

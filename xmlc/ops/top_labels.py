@@ -39,7 +39,7 @@ def top_labels(
     Outside autograd.
 
     Args:
-        features: float32 [input, batch].
+        features: float32 or bfloat16 [input, batch]; see `sparse_linear`.
         weight: float32 or bfloat16 [label, fan_in].
         indices: uint16 or int32 [group, fan_in].
         bias: float32 [label].
@@ -114,21 +114,21 @@ def _top_labels(
     offset_instance: Tensor | None = None,
     offset_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    input, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
-    checks.tensor(_NAME, "features", features, (input, batch), "[input, batch]", torch.float32)
+    input, batch = checks.features(_NAME, features)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
     if not 1 <= k <= weight.shape[0]:
         raise NativeError(f"{_NAME}: k must lie in [1, label] = [1, {weight.shape[0]}], got {k}")
     offsets = LogitOffsets.given(offset_label, offset_instance, offset_value)
     native_offsets = logit_offsets.checked(_NAME, offsets, weight.shape[0], batch)
-    scores = features.new_empty(batch, k)
+    features, addresses = checks.narrow("features", features, weight.dtype, group_size)
+    scores = torch.empty(batch, k, dtype=torch.float32, device=features.device)
     labels = torch.empty(batch, k, dtype=torch.int64, device=features.device)
     native.run(
         "top_labels",
         weight.device,
         weight.numel() * batch,
         layer=layer,
-        features=features.data_ptr(),
+        **addresses,
         scores=scores.data_ptr(),
         labels=labels.data_ptr(),
         batch=batch,
@@ -143,4 +143,4 @@ def _top_labels_fake(
     features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, *_: object
 ) -> tuple[Tensor, Tensor]:
     batch = features.shape[1]
-    return features.new_empty(batch, k), features.new_empty(batch, k, dtype=torch.int64)
+    return features.new_empty(batch, k, dtype=torch.float32), features.new_empty(batch, k, dtype=torch.int64)

@@ -21,6 +21,10 @@ struct Layer {
   std::int64_t input, label, group_size, fan_in;
 };
 
+// Features in bfloat16 stand in the place of those in float32 only for a backend that multiplies them as they
+// are: CUDA, where weights are bfloat16 and group_size is at least 16. It then rounds logit gradients to
+// bfloat16 for the gradients of features and weights; all sums are float32.
+
 // Forward and both gradients of the unfused layer.
 struct SparseLinearArguments {
   Layer layer;
@@ -29,6 +33,9 @@ struct SparseLinearArguments {
   float* feature_gradient;  // [input, batch]
   float* weight_gradient;   // [label, fan_in]
   std::int64_t batch;
+  // In the place of features, and of logits as an input: see above.
+  const BFloat16* narrow_features;        // [input, batch] or null
+  const BFloat16* narrow_logit_gradient;  // [label, batch] or null
 };
 
 // Numbers that are added to single logits: logit[label, instance] += value, in their order. A pair may occur
@@ -61,6 +68,7 @@ struct FusedStepArguments {
   RandomKey rounding;    // stochastic rounding of bfloat16 weights
   double* loss_sum;      // [1], output
   LogitOffsets offsets;
+  const BFloat16* narrow_features;  // [input, batch] or null
 };
 
 struct TopLabelsArguments {
@@ -70,6 +78,7 @@ struct TopLabelsArguments {
   std::int64_t* labels;   // [batch, k]; -1 where fewer than k logits are numbers
   std::int64_t batch, k;
   LogitOffsets offsets;
+  const BFloat16* narrow_features;  // [input, batch] or null
 };
 
 enum class NewValue { kZero, kRandom, kKeep };
