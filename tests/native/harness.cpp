@@ -260,6 +260,7 @@ int main(int count, char** arguments) {
   try {
     for (auto order : {emulator::Order::kForward, emulator::Order::kReverse, emulator::Order::kRandom}) {
       emulator::set_order(order);
+      product();
       for (auto [label, fan_in, input, batch, group_size] : {std::array<std::int64_t, 5>{7, 5, 40, 3, 1},
                                                              {70, 33, 90, 35, 1},
                                                              {70, 33, 90, 70, 16},
@@ -279,7 +280,6 @@ int main(int count, char** arguments) {
         for (Loss loss : {Loss::kSquaredHinge, Loss::kSoftmax}) fused_step(p, loss);
         top_labels(p, std::min<std::int64_t>(label, 4));
       }
-      product();
     }
     emulator::set_order(emulator::Order::kForward);
     Problem many(40'000, 1, 3, 1, 1);  // more labels than warps
