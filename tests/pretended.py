@@ -138,6 +138,7 @@ def device() -> Iterator[None]:
         facts = native.describe()
         emulated = "XMLC_EMULATED" in os.environ
         patch.setattr(native, "cuda", oracles.emulated_module() if emulated else _CpuKernels())
+        patch.setattr(native, "multiplies_bfloat16", lambda _: emulated)
         patch.setattr(native, "describe", lambda: facts)
         patch.setattr(native, "require_cuda", lambda: None)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)

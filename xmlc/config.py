@@ -157,6 +157,9 @@ class ModelConfig(Section):
     """Units of the penultimate layer of ``output = "bottleneck"``."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of the sparse output layer's weights; bfloat16 is rounded stochastically."""
+    feature_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the sparse output layer sees its inputs in. With bfloat16, weights in bfloat16 and groups of at
+    least 16, a CUDA device computes on its tensor cores, and rounds the gradients of logits to bfloat16."""
     weight_init: Literal["zero", "fan_in", "glorot_flat"] = "zero"
     """Of the sparse output layer: 0; U(+-1/sqrt(fan_in)); or U(+-sqrt(3/(label*fan_in))), which is what Keras
     gives a flat tensor."""
@@ -175,6 +178,10 @@ class ModelConfig(Section):
     def _check_fan_in(self) -> ModelConfig:
         if self.output == "sparse" and self.fan_in > self.width:
             raise ValueError(f"fan_in must be at most width = {self.width}, found {self.fan_in}")
+        if self.output != "sparse" and self.feature_dtype != "float32":
+            raise ValueError(
+                f"feature_dtype = {self.feature_dtype} needs output = sparse, found {self.output}"
+            )
         return self
 
 

@@ -154,3 +154,49 @@ def test_a_fragment_that_is_not_the_instructions_is_caught(
     header.write_text(header.read_text().replace(before, after, 1))
     finished = run_with({**objects, "harness": compile_to(tmp_path / "harness.o", HARNESS, native)}, tmp_path)
     assert finished.returncode == 1 and "element of a product" in finished.stderr
+
+
+LARGE = HARNESS.with_name("large.cpp")
+NARROWED: dict[str, tuple[str, str, str]] = {
+    "nowhere": ("rows.cuh", "", ""),
+    "of weights": (
+        "rows.cuh",
+        "load_weight(layer, (label + r) * layer.fan_in + k)",
+        "load_weight(layer, static_cast<std::uint32_t>((label + r) * layer.fan_in + k))",
+    ),
+    "of runs of weights": (
+        "tensor_products.cuh",
+        "weights + (label + r) * layer.fan_in",
+        "weights + static_cast<std::uint32_t>((label + r) * layer.fan_in)",
+    ),
+    "of logits": (
+        "sparse_linear.cu",
+        "logits[label * batch + at[v]]",
+        "logits[static_cast<std::uint32_t>(label * batch + at[v])]",
+    ),
+    "of the update": (
+        "fused_step.cu",
+        "const std::int64_t at = label * fan_in + k;",
+        "const auto at = static_cast<std::uint32_t>(label * fan_in + k);",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", NARROWED)
+def test_places_beyond_2_to_the_32_are_right_and_32_bits_are_caught(tmp_path: Path, place: str) -> None:
+    """Memory that is only promised: layers of 2^27 labels, of which the last 64 are computed."""
+    native = tmp_path / "native"
+    shutil.copytree(NATIVE, native)
+    file, before, after = NARROWED[place]
+    text = (native / "cuda" / file).read_text()
+    assert before in text, f"{file} must have {before!r}"
+    (native / "cuda" / file).write_text(text.replace(before, after))
+    sources = [LARGE, native / "cuda/tensor_gradients.cu", native / "emulator/emulator.cpp"]
+    flags = [flag for flag in FLAGS if flag not in SANITIZERS]
+    includes = [f"-I{native}", f"-I{native / 'include'}"]
+    subprocess.run(["g++", *flags, *includes, "-x", "c++", *sources, "-o", tmp_path / "large"], check=True)
+    finished = subprocess.run([tmp_path / "large"], capture_output=True, text=True, check=False)
+    if place == "nowhere":
+        assert finished.returncode == 0, finished.stderr
+    else:
+        assert finished.returncode == 1 and "wrong result" in finished.stderr

@@ -73,6 +73,7 @@ def test_every_output_learns_from_every_kind_of_features(
         {"model": {"weight_dtype": "bfloat16"}},
         {"model": {"group_size": 16}},
         {"model": {"group_size": 64, "weight_dtype": "bfloat16"}},
+        {"model": {"group_size": 16, "weight_dtype": "bfloat16", "feature_dtype": "bfloat16"}},
         {"model": {"weight_init": "zero"}},
         {"model": {"weight_init": "glorot_flat", "penultimate_init": "glorot"}},
         {"model": {"hidden_activation": "relu", "input_dropout": 0.1, "hidden_dropout": 0.1}},

@@ -234,10 +234,16 @@ def _forward(s: _Sizes, batch: int) -> Iterator[Term]:
         yield Term("words of the batch", "batch", *_of_shape((entries,), 40))
 
 
+def _narrow_features(s: _Sizes, batch: int) -> Iterator[Term]:
+    if s.config.model.feature_dtype == "bfloat16":  # which the CPU's kernels take widened
+        yield Term("features in bfloat16, and widened", "temporary", *_of_shape((s.input, batch), 6))
+
+
 def _output_step(s: _Sizes) -> Iterator[Term]:
     yield from _forward(s, s.batch)
     yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
     if s.sparse:
+        yield from _narrow_features(s, s.batch)
         pairs = round(s.batch * s.batches.positives)
         config = s.config
         size = fused_step_bytes(
@@ -295,6 +301,7 @@ def _redistribution(s: _Sizes) -> Iterator[Term]:
 def _validation(s: _Sizes) -> Iterator[Term]:
     ranking = list(_forward(s, s.evaluated))
     if s.sparse:
+        ranking += _narrow_features(s, s.evaluated)
         size = top_labels_bytes(
             s.layer(), s.evaluated, RANKS, s.threads_for(s.label * s.config.model.fan_in * s.evaluated)
         )

@@ -116,6 +116,7 @@ class SparseOutput:
         self.direct = direct
         self.input = model.width
         self.group_size = model.group_size
+        self.feature_dtype: torch.dtype = getattr(torch, model.feature_dtype)
         self.loss = loss
         self.optimizer = optimizer
         self.seed = seed
@@ -182,7 +183,7 @@ class SparseOutput:
     ) -> tuple[Tensor, Tensor]:
         offsets, labels = positive_tensors(positives)
         return fused_step(
-            features,
+            features.to(self.feature_dtype),
             offsets,
             labels,
             weight,
@@ -209,7 +210,7 @@ class SparseOutput:
         if logits is not None:
             offsets = logits.offsets.and_also(offsets)
         return top_labels(
-            features,
+            features.to(self.feature_dtype),
             self.weight,
             self.indices,
             self.bias,
