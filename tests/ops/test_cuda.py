@@ -67,6 +67,27 @@ def test_features_beyond_2_to_the_31_elements_are_found(backend: str) -> None:
     assert top_labels(*layer, k=1)[0][:, 0].tolist() == [2.0 * b for b in range(64)]
 
 
+@emulated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_than_2_to_the_31_logits_give_their_gradients(backend: str, dtype: torch.dtype) -> None:
+    batch, label = 64, 2**25 + 16  # pages of zeros that nothing writes take no memory
+    logits = np.zeros((label, batch), np.float32 if dtype == torch.float32 else np.uint16)
+    incoming = torch.from_numpy(logits).view(dtype)
+    incoming[-1] = torch.arange(64.0)
+    incoming[0, 3] = 1.0
+    indices = torch.zeros(label // 16, 1, dtype=torch.int32)
+    indices[-1] = 1
+    gradient = torch.ops.xmlc.sparse_linear_feature_gradient(
+        incoming, torch.full((label, 1), 2.0, dtype=dtype), indices, 16, 2
+    )
+    assert torch.equal(gradient[1], 2.0 * torch.arange(64.0))
+    assert torch.equal(gradient[0], 2.0 * (torch.arange(64) == 3))
+    if dtype == torch.bfloat16:
+        features = torch.ones(2, batch, dtype=dtype)
+        found = torch.ops.xmlc.sparse_linear_weight_gradient(incoming, features, indices, 16)
+        assert found[-1] == torch.arange(64.0).sum() and found[0] == 1.0 and found.count_nonzero() == 2
+
+
 def test_a_device_that_is_not_there_is_refused_with_the_reason() -> None:
     reason = native.why_no_cuda()
     if reason is None:
