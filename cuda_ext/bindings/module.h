@@ -32,7 +32,10 @@ Value named(const std::string& name, std::initializer_list<std::pair<const char*
 }
 
 inline WeightType weight_type(const std::string& name) {
-  return named<WeightType>(name, {{"float32", WeightType::kFloat32}, {"bfloat16", WeightType::kBFloat16}});
+  return named<WeightType>(name, {{"float32", WeightType::kFloat32},
+                                  {"bfloat16", WeightType::kBFloat16},
+                                  {"float8_e4m3fn", WeightType::kFloat8E4M3},
+                                  {"float8_e5m2", WeightType::kFloat8E5M2}});
 }
 inline IndexType index_type(const std::string& name) {
   return named<IndexType>(name, {{"uint16", IndexType::kUInt16}, {"int32", IndexType::kInt32}});
@@ -60,7 +63,7 @@ inline OptimizerArguments optimizer(const std::string& kind, double learning_rat
 
 inline Layer layer(Address indices, Address weight, Address bias, const std::string& indices_dtype,
                    const std::string& weight_dtype, std::int64_t input, std::int64_t label,
-                   std::int64_t group_size, std::int64_t fan_in) {
+                   std::int64_t group_size, std::int64_t fan_in, Address weight_scale) {
   return {at<const void>(indices),
           at<void>(weight),
           at<float>(bias),
@@ -69,7 +72,8 @@ inline Layer layer(Address indices, Address weight, Address bias, const std::str
           input,
           label,
           group_size,
-          fan_in};
+          fan_in,
+          at<float>(weight_scale)};
 }
 
 // The ops of a backend. Where: what a call says beside its arguments, such as the number of threads.
@@ -88,7 +92,7 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   py::class_<Layer>(m, "Layer", py::module_local())
       .def(py::init(&layer), py::kw_only(), py::arg("indices"), py::arg("weight"), py::arg("bias"),
            py::arg("indices_dtype"), py::arg("weight_dtype"), py::arg("input"), py::arg("label"),
-           py::arg("group_size"), py::arg("fan_in"));
+           py::arg("group_size"), py::arg("fan_in"), py::arg("weight_scale"));
 
   py::class_<LogitOffsets>(m, "LogitOffsets", py::module_local())
       .def(py::init([](Address label, Address instance, Address value, Address gradient, std::int64_t entry) {

@@ -22,9 +22,12 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   // The tiles' weight gradients of one block: few megabytes, so that they stay cached until the update. With
   // strips more, so that the connections of a strip visit its inputs several times.
   const std::int64_t block_floats = by_strips ? 1 << 21 : 1 << 19;
-  const std::int64_t labels = std::max<std::int64_t>(64, block_floats / (s.tiling.tiles * s.padded_fan_in));
-  s.block_groups = std::max<std::int64_t>(1, std::min(labels, a.layer.label) / a.layer.group_size);
-  s.block_labels = s.block_groups * a.layer.group_size;
+  // Whole blocks of labels that share a scale, which one thread updates.
+  constexpr std::int64_t kMultiple = Layer::kScaleLabels;
+  const std::int64_t fitting = block_floats / (s.tiling.tiles * s.padded_fan_in) / kMultiple;
+  const std::int64_t all = (a.layer.label + kMultiple - 1) / kMultiple;
+  s.block_labels = std::clamp<std::int64_t>(fitting, 1, all) * kMultiple;
+  s.block_groups = s.block_labels / a.layer.group_size;
   s.slots = s.block_labels + 1;
   s.features = workspace.take<float>(s.tiling.floats());
   s.feature_gradient = workspace.take<float>(s.tiling.floats());
@@ -122,7 +125,7 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
       for (std::int64_t tile = own.first; tile < own.last; ++tile)
         isa.fused_tile(a, scratch, thread, block, tile);
       barrier.wait();
-      const Range part = share(block.last - block.first, thread, threads);
+      const Range part = share_of_groups(a.layer, block.last - block.first, thread, threads);
       isa.fused_update(a, scratch, block, {block.first + part.first, block.first + part.last});
       barrier.wait();
     }

@@ -327,6 +327,47 @@ XMLC_INLINE void store_weights(BFloat16* to, const Float& value, std::int64_t co
   std::memcpy(to, bits, static_cast<std::size_t>(count < kLanes ? count : kLanes) * sizeof bits[0]);
 }
 
+// The random words of the 64 connections from k on.
+XMLC_INLINE RandomWords<Word> words_of(const FusedStepArguments& a, std::int64_t label, std::int64_t k) {
+  return weight_words(a.rounding, static_cast<std::uint64_t>(label),
+                      static_cast<std::uint32_t>(k / (4 * kLanes)), lane_numbers());
+}
+
+// A label's weights while they are updated: float32 or bfloat16 go back to where they are.
+template <class Weight>
+struct WeightRow {
+  const FusedStepArguments& a;
+  std::int64_t label;
+  Weight* weight = static_cast<Weight*>(a.layer.weight) + label * a.layer.fan_in;
+  RandomWords<Word> words = {};
+
+  XMLC_INLINE Float load(std::int64_t k, std::int64_t count) const { return load_weights(weight + k, count); }
+  XMLC_INLINE void store(std::int64_t k, const Float& updated, std::int64_t count, float*) {
+    const std::int64_t part = k / kLanes % 4;
+    if (sizeof(Weight) == sizeof(BFloat16) && part == 0) words = words_of(a, label, k);
+    store_weights(weight + k, updated, count, words.word[part]);
+  }
+};
+
+// Float8 weights go to the row of the gradient, in float32, until the scale that they share is known.
+template <class Format>
+struct ScaledRow {
+  const std::uint8_t* codes;
+  float scale;
+  Float& largest;  // size of the finite ones so far
+
+  XMLC_INLINE Float load(std::int64_t k, std::int64_t count) const {
+    std::uint8_t lanes[kLanes] = {};
+    std::memcpy(lanes, codes + k, static_cast<std::size_t>(count < kLanes ? count : kLanes));
+    return widen_float8<Format>(load_bytes(lanes)) * Float(scale);
+  }
+  XMLC_INLINE void store(std::int64_t, const Float& updated, std::int64_t, float* gradient) {
+    const Float size = absolute(updated);
+    largest = larger(select(size < Float(HUGE_VALF), size, Float(0.0f)), largest);
+    cpu::XMLC_ISA::store(gradient, updated);
+  }
+};
+
 // Sums the tiles' gradients of one label into the first active tile's row and returns that row; null if no
 // tile is active.
 XMLC_INLINE float* sum_tiles(const FusedScratch& scratch, std::int64_t block_label, float& bias_gradient) {
@@ -347,15 +388,17 @@ XMLC_INLINE float* sum_tiles(const FusedScratch& scratch, std::int64_t block_lab
   return total;
 }
 
-template <Optimizer kind, class Weight>
-XMLC_INLINE void update_label(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t label,
-                              std::int64_t block_label) {
+// Updates a label's bias and hands its updated weights to `row`; returns the gradient's row in scratch, or
+// null where nothing changes.
+template <Optimizer kind, class Row>
+XMLC_INLINE float* update_label(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t label,
+                                std::int64_t block_label, Row row) {
   const OptimizerArguments& o = a.optimizer;
   const std::int64_t fan_in = a.layer.fan_in;
   float bias_gradient;
   float* gradient = sum_tiles(scratch, block_label, bias_gradient);
   if (gradient == nullptr) {
-    if (kind == Optimizer::kSgd && o.keep == 1.0f) return;  // nothing would change
+    if (kind == Optimizer::kSgd && o.keep == 1.0f) return nullptr;
     gradient = scratch.weight_gradient + block_label * scratch.padded_fan_in;
     for (std::int64_t k = 0; k < scratch.padded_fan_in; k += kLanes) store(gradient + k, Float(0.0f));
   }
@@ -372,17 +415,11 @@ XMLC_INLINE void update_label(const FusedStepArguments& a, const FusedScratch& s
     rate.learning_rate = label_adam_rate(o, sum / static_cast<float>(fan_in + 1), a.weight_second[label]);
   }
 
-  auto* weight = static_cast<Weight*>(a.layer.weight) + label * fan_in;
   float* first = a.weight_first == nullptr ? nullptr : a.weight_first + label * fan_in;
   float* second = kind != Optimizer::kAdam ? nullptr : a.weight_second + label * fan_in;
-  RandomWords<Word> words;
   for (std::int64_t k = 0; k < fan_in; k += kLanes) {
     const std::int64_t count = fan_in - k;
-    const std::int64_t part = k / kLanes % 4;
-    if (sizeof(Weight) == sizeof(BFloat16) && part == 0)
-      words = weight_words(a.rounding, static_cast<std::uint64_t>(label),
-                           static_cast<std::uint32_t>(k / (4 * kLanes)), lane_numbers());
-    const Float old = load_weights(weight + k, count);
+    const Float old = row.load(k, count);
     const Float g = load_weights(gradient + k, count);
     Float updated;
     if (kind == Optimizer::kMomentum) {
@@ -397,7 +434,7 @@ XMLC_INLINE void update_label(const FusedStepArguments& a, const FusedScratch& s
     } else {
       updated = sgd(rate, old, g);
     }
-    store_weights(weight + k, updated, count, words.word[part]);
+    row.store(k, updated, count, gradient + k);
   }
 
   rate.keep = 1.0f;  // weight decay spares the bias
@@ -408,6 +445,82 @@ XMLC_INLINE void update_label(const FusedStepArguments& a, const FusedScratch& s
     bias = adam(rate, bias, bias_gradient, a.bias_first[label], a.bias_second[label]);
   else
     bias = sgd(rate, bias, bias_gradient);
+  return gradient;
+}
+
+// The largest finite code among those of a label, without signs.
+template <class Format>
+XMLC_OUTLINE std::uint32_t largest_code(const std::uint8_t* codes, std::int64_t count) {
+  std::uint8_t largest = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint8_t code = codes[i] & 0x7f;
+    largest = code <= Format::kLargestCode && code > largest ? code : largest;
+  }
+  return largest;
+}
+
+// Rounds a label's weights, float32 and padded to whole lanes.
+template <class Format>
+XMLC_INLINE void round_row(const FusedStepArguments& a, std::int64_t label, const float* updated, float scale,
+                           std::uint8_t* codes) {
+  RandomWords<Word> words;
+  for (std::int64_t k = 0; k < a.layer.fan_in; k += kLanes) {
+    const std::int64_t part = k / kLanes % 4, count = a.layer.fan_in - k;
+    if (part == 0) words = words_of(a, label, k);
+    const Float value = load(updated + k) * Float(1.0f / scale);
+    std::uint8_t lanes[kLanes];
+    store_low_bytes(lanes, round_stochastically_float8<Format>(value, words.word[part]));
+    std::memcpy(codes + k, lanes, static_cast<std::size_t>(count < kLanes ? count : kLanes));
+  }
+}
+
+// Updates labels that share a scale: all weights first, then the scale, then the rounding.
+template <Optimizer kind, class Format>
+void update_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t block_first,
+                   GroupRange labels) {
+  const std::int64_t fan_in = a.layer.fan_in;
+  auto* codes = static_cast<std::uint8_t*>(a.layer.weight);
+  float& scale = a.layer.weight_scale[labels.first / Layer::kScaleLabels];
+  const float old = scale;
+  float* updated[Layer::kScaleLabels];  // null where a label keeps its weights
+  Float sizes(0.0f);
+  bool any = false;
+  for (std::int64_t label = labels.first; label < labels.last; ++label) {
+    float* row = update_label<kind>(a, scratch, label, label - block_first,
+                                    ScaledRow<Format>{codes + label * fan_in, old, sizes});
+    updated[label - labels.first] = row;
+    any |= row != nullptr;
+  }
+  if (!any) return;
+  float lanes[kLanes], largest = 0.0f;
+  store(lanes, sizes);
+  for (const float size : lanes) largest = xmlc::larger(size, largest);
+  std::uint32_t kept = 0;
+  for (std::int64_t label = labels.first; label < labels.last; ++label) {
+    if (updated[label - labels.first] != nullptr) continue;
+    const std::uint32_t code = largest_code<Format>(codes + label * fan_in, fan_in);
+    kept = code > kept ? code : kept;
+  }
+  largest = xmlc::larger(widen_float8<Format>(kept) * old, largest);
+  scale = next_scale<Format>(old, largest);
+  for (std::int64_t label = labels.first; label < labels.last; ++label) {
+    float* row = updated[label - labels.first];
+    if (row == nullptr) {
+      if (scale == old) continue;
+      row = scratch.weight_gradient + (label - block_first) * scratch.padded_fan_in;
+      widen_codes<Format>(codes + label * fan_in, fan_in, old, row);
+    }
+    round_row<Format>(a, label, row, scale, codes + label * fan_in);
+  }
+}
+
+template <Optimizer kind, class Format>
+void update_all_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t block_first,
+                       GroupRange labels) {
+  for (std::int64_t first = labels.first; first < labels.last; first += Layer::kScaleLabels) {
+    const std::int64_t end = first + Layer::kScaleLabels;
+    update_scaled<kind, Format>(a, scratch, block_first, {first, end < labels.last ? end : labels.last});
+  }
 }
 
 template <Optimizer kind>
@@ -416,11 +529,16 @@ void update_labels(const FusedStepArguments& a, const FusedScratch& scratch, Gro
   const std::int64_t block_first = block.first * a.layer.group_size;
   const std::int64_t past = part.last * a.layer.group_size;
   const std::int64_t last = past < a.layer.label ? past : a.layer.label;
-  for (std::int64_t label = part.first * a.layer.group_size; label < last; ++label) {
+  const std::int64_t first = part.first * a.layer.group_size;
+  if (a.layer.weight_type == WeightType::kFloat8E4M3)
+    return update_all_scaled<kind, Float8E4M3>(a, scratch, block_first, {first, last});
+  if (a.layer.weight_type == WeightType::kFloat8E5M2)
+    return update_all_scaled<kind, Float8E5M2>(a, scratch, block_first, {first, last});
+  for (std::int64_t label = first; label < last; ++label) {
     if (a.layer.weight_type == WeightType::kFloat32)
-      update_label<kind, float>(a, scratch, label, label - block_first);
+      update_label<kind>(a, scratch, label, label - block_first, WeightRow<float>{a, label});
     else
-      update_label<kind, BFloat16>(a, scratch, label, label - block_first);
+      update_label<kind>(a, scratch, label, label - block_first, WeightRow<BFloat16>{a, label});
   }
 }
 

@@ -13,11 +13,32 @@
 namespace xmlc::cpu::XMLC_ISA {
 namespace {
 
+// Float8 weights of labels that share a scale, as float32.
+template <class Format>
+XMLC_OUTLINE void widen_codes(const std::uint8_t* codes, std::int64_t count, float scale, float* to) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    store(to + i, widen_float8<Format>(load_bytes(codes + i)) * Float(scale));
+  for (; i < count; ++i) to[i] = widen_float8<Format>(std::uint32_t{codes[i]}) * scale;
+}
+XMLC_INLINE void widen_codes(const Layer& layer, std::int64_t label, std::int64_t count, float* to) {
+  const auto* codes = static_cast<const std::uint8_t*>(layer.weight) + label * layer.fan_in;
+  const float scale = layer.weight_scale[label / Layer::kScaleLabels];
+  if (layer.weight_type == WeightType::kFloat8E4M3)
+    widen_codes<Float8E4M3>(codes, count, scale, to);
+  else
+    widen_codes<Float8E5M2>(codes, count, scale, to);
+}
+
 // Weights of kLabels labels as float32 [kLabels, fan_in]: in place, or widened into `rows`.
 template <int kLabels>
 XMLC_INLINE const float* weight_rows(const Layer& layer, std::int64_t label, float* rows) {
   if (layer.weight_type == WeightType::kFloat32)
     return static_cast<const float*>(layer.weight) + label * layer.fan_in;
+  if (is_float8(layer.weight_type)) {
+    widen_codes(layer, label, kLabels * layer.fan_in, rows);
+    return rows;
+  }
   const auto* bits = static_cast<const std::uint16_t*>(layer.weight) + label * layer.fan_in;
   const std::int64_t flat = kLabels * layer.fan_in;
   std::int64_t i = 0;

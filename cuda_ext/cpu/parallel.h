@@ -3,6 +3,7 @@
 // not depend on the number of threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -10,6 +11,8 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "xmlc/arguments.h"
 
 namespace xmlc::cpu {
 
@@ -20,6 +23,16 @@ struct Range {
 // Part `index` of `parts` about equal parts of [0, count).
 inline Range share(std::int64_t count, std::int64_t index, std::int64_t parts) {
   return {count * index / parts, count * (index + 1) / parts};
+}
+
+// The same of `groups` groups of a layer, from one that begins a block of labels with a scale of their own.
+// Labels that share a scale stay together.
+inline Range share_of_groups(const Layer& layer, std::int64_t groups, std::int64_t index,
+                             std::int64_t parts) {
+  const std::int64_t together = is_float8(layer.weight_type) ? Layer::kScaleLabels / layer.group_size : 1;
+  const Range own = share((groups + together - 1) / together, index, parts);
+  const auto end = [&](std::int64_t block) { return std::min(block * together, groups); };
+  return {end(own.first), end(own.last)};
 }
 
 // Waits by spinning for a moment, then by yielding: the threads' shares are about equal.

@@ -7,6 +7,7 @@
 // equal keys that then remain go by position.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "ops.h"
 #include "parallel.h"
@@ -42,7 +43,9 @@ class Redistribution {
   }
 
   void run(int thread, Barrier& barrier) {
-    const Range own = share(groups_, thread, threads_);
+    const Range own = share_of_groups(layer_, groups_, thread, threads_);
+    if constexpr (kScaled)
+      if (a_.new_value == NewValue::kRandom) raise_scales(own);
     const bool over_layer = !a_.by_threshold && !a_.within_group;
     Boundary boundary{0, 0};
     if (over_layer) boundary = select_boundary(own, thread, barrier);
@@ -65,11 +68,43 @@ class Redistribution {
   }
 
  private:
+  static constexpr bool kScaled = sizeof(Weight) == 1;
+
   Weight* weight(std::int64_t label) const { return static_cast<Weight*>(layer_.weight) + label * fan_in_; }
-  static float value_of(float weight) { return weight; }
-  static float value_of(BFloat16 weight) { return widen(weight); }
-  static void assign(float& weight, float value) { weight = value; }
-  static void assign(BFloat16& weight, float value) { weight = round_to_nearest(value); }
+  float& scale(std::int64_t label) const { return layer_.weight_scale[label / Layer::kScaleLabels]; }
+  float value_of(std::int64_t label, std::int64_t k) const {
+    const Weight stored = weight(label)[k];
+    if constexpr (kScaled)
+      return widen_float8<Weight>(std::uint32_t{stored.bits}) * scale(label);
+    else if constexpr (std::is_same_v<Weight, BFloat16>)
+      return widen(stored);
+    else
+      return stored;
+  }
+  void assign(std::int64_t label, std::int64_t k, float value) const {
+    Weight& stored = weight(label)[k];
+    if constexpr (kScaled)
+      stored = round_to_nearest_float8<Weight>(value / scale(label));
+    else if constexpr (std::is_same_v<Weight, BFloat16>)
+      stored = round_to_nearest(value);
+    else
+      stored = value;
+  }
+
+  // Makes room for the new values: no scale of these groups stays too small for them.
+  void raise_scales(Range groups) const {
+    if (groups.first == groups.last) return;
+    const std::int64_t end = last_label(groups.last - 1);
+    for (std::int64_t first = first_label(groups.first); first < end; first += Layer::kScaleLabels) {
+      const float old = scale(first), raised = raised_scale<Weight>(old, absolute(a_.new_value_bound));
+      if (raised == old) continue;
+      const std::int64_t past = std::min(first + Layer::kScaleLabels, end);
+      for (Weight* stored = weight(first); stored < weight(past); ++stored)
+        *stored = round_to_nearest_float8<Weight>(widen_float8<Weight>(std::uint32_t{stored->bits}) *
+                                                  (old / raised));
+      scale(first) = raised;
+    }
+  }
 
   std::int64_t first_label(std::int64_t group) const { return group * layer_.group_size; }
   std::int64_t last_label(std::int64_t group) const {
@@ -80,7 +115,7 @@ class Redistribution {
   float score(std::int64_t group, std::int64_t k) const {
     float sum = 0.0f;
     for (std::int64_t label = first_label(group); label < last_label(group); ++label)
-      sum += absolute(value_of(weight(label)[k]));
+      sum += absolute(value_of(label, k));
     return sum / static_cast<float>(last_label(group) - first_label(group));
   }
 
@@ -182,12 +217,12 @@ class Redistribution {
   // Weight and optimizer state of a regrown connection, for every label of the group.
   void reset(std::int64_t group, std::int64_t k, std::uint64_t slot) {
     for (std::int64_t label = first_label(group); label < last_label(group); ++label) {
-      if (a_.new_value == NewValue::kZero) assign(weight(label)[k], 0.0f);
+      if (a_.new_value == NewValue::kZero) assign(label, k, 0.0f);
       if (a_.new_value == NewValue::kRandom) {
         const auto within = static_cast<std::uint32_t>(label - first_label(group));
         const std::uint32_t word = random_words(slot, kValueStream, within).word[0];
         const float unit = static_cast<float>(word >> 8) * 0x1p-23f - 1.0f;  // [-1, 1)
-        assign(weight(label)[k], a_.new_value_bound * unit);
+        assign(label, k, a_.new_value_bound * unit);
       }
       for (float* state : a_.states)
         if (state != nullptr) state[label * fan_in_ + k] = 0.0f;
@@ -225,9 +260,16 @@ std::int64_t redistribute_layer(const RedistributeArguments& a, int threads, voi
 
 template <class Index>
 std::int64_t with_index(const RedistributeArguments& a, int threads, void* workspace) {
-  return a.layer.weight_type == WeightType::kFloat32
-             ? redistribute_layer<Index, float>(a, threads, workspace)
-             : redistribute_layer<Index, BFloat16>(a, threads, workspace);
+  switch (a.layer.weight_type) {
+    case WeightType::kBFloat16:
+      return redistribute_layer<Index, BFloat16>(a, threads, workspace);
+    case WeightType::kFloat8E4M3:
+      return redistribute_layer<Index, Float8E4M3>(a, threads, workspace);
+    case WeightType::kFloat8E5M2:
+      return redistribute_layer<Index, Float8E5M2>(a, threads, workspace);
+    default:
+      return redistribute_layer<Index, float>(a, threads, workspace);
+  }
 }
 
 }  // namespace

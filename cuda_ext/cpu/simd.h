@@ -51,6 +51,7 @@ typedef std::int32_t MaskVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint32_t WordVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint64_t WideVector __attribute__((vector_size(kVectorBytes)));
 typedef std::uint16_t HalfVector __attribute__((vector_size(kVectorBytes / 2)));
+typedef std::uint8_t ByteVector __attribute__((vector_size(kVectorBytes / 4)));
 
 // The largest power of two of values, at most `wanted`, that leaves a few registers to spare, where each
 // takes `parts`.
@@ -134,6 +135,10 @@ struct Lanes {
     for (int p = 0; p < kParts; ++p) a.part[p] &= b.part[p];
     return a;
   }
+  XMLC_INLINE friend Lanes operator|(Lanes a, const Lanes& b) {
+    for (int p = 0; p < kParts; ++p) a.part[p] |= b.part[p];
+    return a;
+  }
   XMLC_INLINE friend Lanes operator^(Lanes a, const Lanes& b) {
     for (int p = 0; p < kParts; ++p) a.part[p] ^= b.part[p];
     return a;
@@ -170,6 +175,13 @@ XMLC_INLINE Lanes<V, S> select(const Mask& mask, const Lanes<V, S>& yes, const L
   Lanes<V, S> result;
   for (int p = 0; p < kParts; ++p) result.part[p] = mask.part[p] ? yes.part[p] : no.part[p];
   return result;
+}
+// Of values in [0, 2^31).
+XMLC_INLINE Word truncate(const Float& value) {
+  Word whole;
+  for (int p = 0; p < kParts; ++p)
+    whole.part[p] = reinterpret_cast<WordVector>(__builtin_convertvector(value.part[p], MaskVector));
+  return whole;
 }
 XMLC_INLINE Float absolute(const Float& value) { return from_bits(to_bits(value) & Word(0x7fffffffu)); }
 XMLC_INLINE Float larger(const Float& a, const Float& b) { return select(b < a, a, b); }
@@ -247,6 +259,22 @@ XMLC_INLINE void store_low_halves(std::uint16_t* to, const Word& value) {
   for (int p = 0; p < kParts; ++p) {
     const HalfVector half = __builtin_convertvector(value.part[p], HalfVector);
     std::memcpy(to + p * kWidth, &half, sizeof half);
+  }
+}
+
+XMLC_INLINE Word load_bytes(const std::uint8_t* from) {
+  Word value;
+  for (int p = 0; p < kParts; ++p) {
+    ByteVector bytes;
+    std::memcpy(&bytes, from + p * kWidth, sizeof bytes);
+    value.part[p] = __builtin_convertvector(bytes, WordVector);
+  }
+  return value;
+}
+XMLC_INLINE void store_low_bytes(std::uint8_t* to, const Word& value) {
+  for (int p = 0; p < kParts; ++p) {
+    const ByteVector bytes = __builtin_convertvector(value.part[p], ByteVector);
+    std::memcpy(to + p * kWidth, &bytes, sizeof bytes);
   }
 }
 

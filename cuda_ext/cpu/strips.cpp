@@ -1,8 +1,6 @@
 // A counting sort; `Strips::first` holds the counts, then the places, then the starts of the strips.
 #include "strips.h"
 
-#include "xmlc/rounding.h"
-
 namespace xmlc::cpu {
 namespace {
 
@@ -26,12 +24,9 @@ void sort_run(const Layer& layer, const Strips& s, std::int64_t block, GroupRang
   for (std::int64_t label = labels.first; label < labels.last; ++label)
     for (std::int64_t k = 0; k < layer.fan_in; ++k) {
       const std::int64_t i = label * layer.fan_in + k, input = indices[i];
-      const float weight = layer.weight_type == WeightType::kFloat32
-                               ? static_cast<const float*>(layer.weight)[i]
-                               : widen(static_cast<const BFloat16*>(layer.weight)[i]);
       connections[next[input / Strips::kInputs]++] = {
           static_cast<std::uint16_t>(input % Strips::kInputs), static_cast<std::uint16_t>(label - block),
-          static_cast<std::uint32_t>((label - block) * s.padded_fan_in + k), weight};
+          static_cast<std::uint32_t>((label - block) * s.padded_fan_in + k), load_weight(layer, label, i)};
     }
   // A strip's next place is now its end; rounded up, it is the start of the next strip.
   std::int32_t before = 0;

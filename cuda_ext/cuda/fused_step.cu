@@ -22,6 +22,7 @@ struct Scratch {
   float* logit_gradient;      // [block_labels, batch]
   float* weight_gradient;     // [block_labels, fan_in]
   BFloat16* narrow_gradient;  // [block_labels, batch]: logit_gradient rounded, for the tensor cores; or null
+  std::uint8_t* changed;      // [block_labels]: of float8 weights; null otherwise
   double* loss;               // [loss_parts]: of each warp, or of each instance
   // Of the normalised losses; see loss.h. Null otherwise.
   float* reference;      // [segments, batch]: an early large logit of each warp
@@ -39,7 +40,7 @@ Rows rows_of(const FusedStepArguments& a, std::int64_t first, std::int64_t label
 
 Scratch plan(const FusedStepArguments& a, cpu::Workspace& workspace) {
   Scratch s{};
-  constexpr std::int64_t kMultiple = 64;  // whole groups of any size
+  constexpr std::int64_t kMultiple = Layer::kScaleLabels;
   const std::int64_t fitting = kBlockFloats / (a.batch + a.layer.fan_in) / kMultiple * kMultiple;
   const std::int64_t all = (a.layer.label + kMultiple - 1) / kMultiple * kMultiple;
   s.block_labels = fitting < kMultiple ? kMultiple : fitting < all ? fitting : all;
@@ -47,6 +48,7 @@ Scratch plan(const FusedStepArguments& a, cpu::Workspace& workspace) {
   s.logit_gradient = workspace.take<float>(s.block_labels * a.batch);
   s.weight_gradient = workspace.take<float>(s.block_labels * a.layer.fan_in);
   if (a.narrow_features != nullptr) s.narrow_gradient = workspace.take<BFloat16>(s.block_labels * a.batch);
+  if (is_float8(a.layer.weight_type)) s.changed = workspace.take<std::uint8_t>(s.block_labels);
   const bool normalised = is_normalised(a.loss);
   s.loss_parts = normalised ? a.batch : s.segments * batch_tiles(a.batch);
   s.loss = workspace.take<double>(s.loss_parts);
@@ -318,8 +320,9 @@ __device__ __forceinline__ void store_weight(float& weight, float value, std::ui
 __device__ __forceinline__ void store_weight(BFloat16& weight, float value, std::uint32_t random) {
   weight.bits = static_cast<std::uint16_t>(round_stochastically(value, random));
 }
-__device__ __forceinline__ float value_of(float weight) { return weight; }
-__device__ __forceinline__ float value_of(BFloat16 weight) { return widen(weight); }
+// Float8 weights are left where the gradient was, in float32, until the scale that they share is known.
+template <class Weight>
+constexpr bool kScaled = sizeof(Weight) == 1;
 
 // The random word of connection k of a label, as every backend draws it.
 __device__ __forceinline__ std::uint32_t weight_word(RandomKey key, std::int64_t label, std::int64_t k) {
@@ -340,7 +343,7 @@ __global__ void update_kernel(StepArguments arguments) {
                               arguments.rows.count < kMostSegments ? arguments.rows.count : kMostSegments);
   for (std::int64_t row = own.first; row < own.last; ++row) {
     const std::int64_t label = arguments.rows.first + row;
-    const float* gradient = s.weight_gradient + row * fan_in;
+    float* gradient = s.weight_gradient + row * fan_in;
     float bias_gradient = 0.0f, squares = 0.0f;
     for (std::int64_t b = lane(); b < a.batch; b += kWarp)
       bias_gradient += s.logit_gradient[row * a.batch + b];
@@ -352,7 +355,9 @@ __global__ void update_kernel(StepArguments arguments) {
     }
     OptimizerArguments rate = a.optimizer;
     const bool still = __any_sync(kAllLanes, any) == 0;
-    if (still && rate.kind == Optimizer::kSgd && rate.keep == 1.0f) continue;  // nothing would change
+    const bool keeps = still && rate.kind == Optimizer::kSgd && rate.keep == 1.0f;
+    if (kScaled<Weight> && lane() == 0) s.changed[row] = !keeps;
+    if (keeps && !kScaled<Weight>) continue;
     if (rate.kind == Optimizer::kLabelAdam) {
       const float sum = sum_over_lanes(squares) + bias_gradient * bias_gradient;
       float second = a.weight_second[label];
@@ -362,16 +367,19 @@ __global__ void update_kernel(StepArguments arguments) {
     }
     for (std::int64_t k = lane(); k < fan_in; k += kWarp) {
       const std::int64_t at = label * fan_in + k;
-      Weight& weight = static_cast<Weight*>(a.layer.weight)[at];
+      const float old = load_weight(a.layer, label, at);
       float updated;
       if (rate.kind == Optimizer::kMomentum)
-        updated = momentum(rate, value_of(weight), gradient[k], a.weight_first[at]);
+        updated = momentum(rate, old, gradient[k], a.weight_first[at]);
       else if (rate.kind == Optimizer::kAdam)
-        updated = adam(rate, value_of(weight), gradient[k], a.weight_first[at], a.weight_second[at]);
+        updated = adam(rate, old, gradient[k], a.weight_first[at], a.weight_second[at]);
       else
-        updated = sgd(rate, value_of(weight), gradient[k]);
-      store_weight(weight, updated,
-                   sizeof(Weight) == sizeof(BFloat16) ? weight_word(a.rounding, label, k) : 0u);
+        updated = sgd(rate, old, gradient[k]);
+      if constexpr (kScaled<Weight>)
+        gradient[k] = updated;
+      else
+        store_weight(static_cast<Weight*>(a.layer.weight)[at], updated,
+                     sizeof(Weight) == sizeof(BFloat16) ? weight_word(a.rounding, label, k) : 0u);
     }
     if (lane() != 0) continue;
     rate.keep = 1.0f;  // weight decay spares the bias
@@ -383,6 +391,65 @@ __global__ void update_kernel(StepArguments arguments) {
     else
       bias = sgd(rate, bias, bias_gradient);
   }
+}
+
+struct RoundShared {
+  float largest[kWarps];
+  bool changed[kWarps];
+};
+
+// A block of threads rounds labels that share a scale, after it has found the scale.
+template <class Format>
+__global__ void round_kernel(StepArguments arguments) {
+  auto& shared = shared_memory<RoundShared>();
+  const Layer& layer = arguments.a.layer;
+  const std::int64_t first = std::int64_t{blockIdx.x} * Layer::kScaleLabels;
+  const std::int64_t left = arguments.rows.count - first;
+  const std::int64_t rows = left < Layer::kScaleLabels ? left : Layer::kScaleLabels;
+  const float* updated = arguments.scratch.weight_gradient + first * layer.fan_in;
+  float& scale = layer.weight_scale[(arguments.rows.first + first) / Layer::kScaleLabels];
+  const float old = scale;
+  float largest = 0.0f;
+  bool changed = false;
+  for (std::int64_t row = threadIdx.x; row < rows; row += kWarps * kWarp)
+    changed |= arguments.scratch.changed[first + row] != 0;
+  for (std::int64_t i = threadIdx.x; i < rows * layer.fan_in; i += kWarps * kWarp) {
+    const float size = absolute(updated[i]);
+    largest = larger(size < HUGE_VALF ? size : 0.0f, largest);
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    largest = larger(__shfl_xor_sync(kAllLanes, largest, static_cast<unsigned>(distance)), largest);
+  changed = __any_sync(kAllLanes, changed) != 0;
+  if (lane() == 0) {
+    shared.largest[warp()] = largest;
+    shared.changed[warp()] = changed;
+  }
+  __syncthreads();  // and all threads have read the scale
+  for (int w = 0; w < kWarps; ++w) {
+    largest = larger(shared.largest[w], largest);
+    changed |= shared.changed[w];
+  }
+  if (!changed) return;  // all threads alike
+  const float next = next_scale<Format>(old, largest), inverse = 1.0f / next;
+  if (threadIdx.x == 0) scale = next;
+  auto* codes = static_cast<std::uint8_t*>(layer.weight) + (arguments.rows.first + first) * layer.fan_in;
+  for (std::int64_t i = threadIdx.x; i < rows * layer.fan_in; i += kWarps * kWarp) {
+    const std::int64_t label = arguments.rows.first + first + i / layer.fan_in;
+    const std::uint32_t random = weight_word(arguments.a.rounding, label, i % layer.fan_in);
+    codes[i] = static_cast<std::uint8_t>(round_stochastically_float8<Format>(updated[i] * inverse, random));
+  }
+}
+
+template <class Weight>
+void update(const StepArguments& arguments, const Queue& queue) {
+  const std::int64_t count = arguments.rows.count;
+  launch("fused_update", &update_kernel<Weight>, grid_for(count < kMostSegments ? count : kMostSegments, 1),
+         kWarps * kWarp, 0, queue.stream, arguments);
+  if constexpr (kScaled<Weight>)
+    launch("fused_round", &round_kernel<Weight>,
+           dim3(static_cast<unsigned>((count + Layer::kScaleLabels - 1) / Layer::kScaleLabels)),
+           kWarps * kWarp, sizeof(RoundShared), queue.stream, arguments);
 }
 
 void normalise(const FusedStepArguments& a, const Scratch& s, const Queue& queue) {
@@ -406,12 +473,17 @@ void step_block(const FusedStepArguments& a, const Scratch& s, const Rows& rows,
     compute_weight_gradient(rows, a.narrow_features, s.narrow_gradient, s.weight_gradient, queue);
   else
     compute_weight_gradient(rows, a.features, s.logit_gradient, s.weight_gradient, queue);
-  const dim3 grid = grid_for(rows.count < kMostSegments ? rows.count : kMostSegments, 1);
   const StepArguments arguments{a, s, rows};
-  if (a.layer.weight_type == WeightType::kFloat32)
-    launch("fused_update", &update_kernel<float>, grid, kWarps * kWarp, 0, queue.stream, arguments);
-  else
-    launch("fused_update", &update_kernel<BFloat16>, grid, kWarps * kWarp, 0, queue.stream, arguments);
+  switch (a.layer.weight_type) {
+    case WeightType::kFloat32:
+      return update<float>(arguments, queue);
+    case WeightType::kBFloat16:
+      return update<BFloat16>(arguments, queue);
+    case WeightType::kFloat8E4M3:
+      return update<Float8E4M3>(arguments, queue);
+    case WeightType::kFloat8E5M2:
+      return update<Float8E5M2>(arguments, queue);
+  }
 }
 
 }  // namespace

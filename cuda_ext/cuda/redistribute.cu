@@ -56,7 +56,7 @@ struct Group {
   __device__ float score(std::int64_t k) const {
     float sum = 0.0f;
     for (std::int64_t label = first_label; label < last_label; ++label)
-      sum += absolute(load_weight(layer, label * layer.fan_in + k));
+      sum += absolute(load_weight(layer, label, label * layer.fan_in + k));
     return sum / static_cast<float>(last_label - first_label);
   }
   __device__ std::uint64_t slot(std::int64_t k) const {
@@ -155,23 +155,52 @@ __device__ void mark(const Arguments& s, const Group& group, std::int64_t thread
   }
 }
 
-__device__ __forceinline__ void store(const Layer& layer, std::int64_t at, float value) {
-  if (layer.weight_type == WeightType::kBFloat16)
-    static_cast<BFloat16*>(layer.weight)[at] = round_to_nearest(value);
-  else
-    static_cast<float*>(layer.weight)[at] = value;
+__device__ __forceinline__ void store(const Layer& layer, std::int64_t label, std::int64_t at, float value) {
+  const auto scale = [&] { return layer.weight_scale[label / Layer::kScaleLabels]; };
+  switch (layer.weight_type) {
+    case WeightType::kBFloat16:
+      static_cast<BFloat16*>(layer.weight)[at] = round_to_nearest(value);
+      break;
+    case WeightType::kFloat8E4M3:
+      static_cast<Float8E4M3*>(layer.weight)[at] = round_to_nearest_float8<Float8E4M3>(value / scale());
+      break;
+    case WeightType::kFloat8E5M2:
+      static_cast<Float8E5M2*>(layer.weight)[at] = round_to_nearest_float8<Float8E5M2>(value / scale());
+      break;
+    default:
+      static_cast<float*>(layer.weight)[at] = value;
+  }
+}
+
+// Makes room for new values: one thread for every block of labels whose scale is too small for them.
+template <class Format>
+__global__ void raise_scales_kernel(Arguments s) {
+  const Layer& layer = s.a.layer;
+  const std::int64_t blocks = (layer.label + Layer::kScaleLabels - 1) / Layer::kScaleLabels;
+  for (std::int64_t block = thread_number(); block < blocks; block += s.threads) {
+    const float old = layer.weight_scale[block];
+    const float raised = raised_scale<Format>(old, absolute(s.a.new_value_bound));
+    if (raised == old) continue;
+    const std::int64_t past = (block + 1) * Layer::kScaleLabels;
+    auto* weight = static_cast<Format*>(layer.weight);
+    for (std::int64_t at = block * Layer::kScaleLabels * layer.fan_in;
+         at < (past < layer.label ? past : layer.label) * layer.fan_in; ++at)
+      weight[at] = round_to_nearest_float8<Format>(widen_float8<Format>(std::uint32_t{weight[at].bits}) *
+                                                   (old / raised));
+    layer.weight_scale[block] = raised;
+  }
 }
 
 // Weight and optimizer state of a regrown connection, for every label of the group.
 __device__ void reset(const Arguments& s, const Group& group, std::int64_t k) {
   for (std::int64_t label = group.first_label; label < group.last_label; ++label) {
     const std::int64_t at = label * s.a.layer.fan_in + k;
-    if (s.a.new_value == NewValue::kZero) store(s.a.layer, at, 0.0f);
+    if (s.a.new_value == NewValue::kZero) store(s.a.layer, label, at, 0.0f);
     if (s.a.new_value == NewValue::kRandom) {
       const auto within = static_cast<std::uint32_t>(label - group.first_label);
       const std::uint32_t word = group.words(k, kValueStream, within).word[0];
       const float unit = static_cast<float>(word >> 8) * 0x1p-23f - 1.0f;  // [-1, 1)
-      store(s.a.layer, at, s.a.new_value_bound * unit);
+      store(s.a.layer, label, at, s.a.new_value_bound * unit);
     }
     for (float* state : s.a.states)
       if (state != nullptr) state[at] = 0.0f;
@@ -243,6 +272,12 @@ std::int64_t redistribute(const RedistributeArguments& a, const Queue& queue, vo
   s.prune = arrays.take<std::uint8_t>(s.threads * a.layer.fan_in);
   if (workspace == nullptr) return arrays.bytes();
   const dim3 grid(static_cast<unsigned>(s.threads / kThreads));
+  if (a.new_value == NewValue::kRandom) {
+    if (a.layer.weight_type == WeightType::kFloat8E4M3)
+      launch("redistribute_scales", &raise_scales_kernel<Float8E4M3>, grid, kThreads, 0, queue.stream, s);
+    if (a.layer.weight_type == WeightType::kFloat8E5M2)
+      launch("redistribute_scales", &raise_scales_kernel<Float8E5M2>, grid, kThreads, 0, queue.stream, s);
+  }
   launch("redistribute_begin", &begin_kernel, dim3(1), kWarp, 0, queue.stream, s);
   if (!a.by_threshold && !a.within_group) {
     for (s.pass = 0; s.pass < 8; ++s.pass) {

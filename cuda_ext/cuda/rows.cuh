@@ -89,10 +89,6 @@ __device__ __forceinline__ std::int32_t load_index(const Layer& layer, std::int6
   return layer.index_type == IndexType::kUInt16 ? static_cast<const std::uint16_t*>(layer.indices)[at]
                                                 : static_cast<const std::int32_t*>(layer.indices)[at];
 }
-__device__ __forceinline__ float load_weight(const Layer& layer, std::int64_t at) {
-  return layer.weight_type == WeightType::kBFloat16 ? widen(static_cast<const BFloat16*>(layer.weight)[at])
-                                                    : static_cast<const float*>(layer.weight)[at];
-}
 
 // Up to 32 connections of a row tile, for all lanes of one warp.
 template <int kRows>
@@ -114,7 +110,8 @@ __device__ __forceinline__ int fill(Stage<kRows>& stage, const Layer& layer, std
     stage.index[lane()] = load_index(layer, label / layer.group_size * layer.fan_in + k);
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      stage.weight[lane()][r] = r < rows ? load_weight(layer, (label + r) * layer.fan_in + k) : 0.0f;
+      stage.weight[lane()][r] =
+          r < rows ? load_weight(layer, label + r, (label + r) * layer.fan_in + k) : 0.0f;
   }
   __syncwarp();
   return count;

@@ -1,5 +1,6 @@
 """The native operations, one file each. Batch is the innermost axis: [label, batch], [input, batch]."""
 
+from xmlc.ops.float8 import quantise, widen
 from xmlc.ops.fused_step import LOSSES, OptimizerState, fused_step, pairs_by_label
 from xmlc.ops.logit_offsets import LogitOffsets
 from xmlc.ops.redistribute import redistribute
@@ -13,9 +14,11 @@ __all__ = [
     "dense_weight",
     "fused_step",
     "pairs_by_label",
+    "quantise",
     "redistribute",
     "sparse_linear",
     "sparse_linear_reference",
     "top_labels",
     "top_labels_reference",
+    "widen",
 ]

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from xmlc import native
 from xmlc.errors import NativeError, XmlcError
+from xmlc.ops import float8
 
 GROUP_SIZES = (1, 16, 32, 64)
 INDEX_DTYPES = (torch.uint16, torch.int32)
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 FEATURE_DTYPES = (torch.float32, torch.bfloat16)
 MOST_INPUTS = {torch.uint16: 1 << 16, torch.int32: (1 << 31) - 1}
 """Inputs that indices of each dtype can name."""
@@ -126,7 +127,13 @@ def matrix(op: str, name: str, value: Tensor, axes: str) -> tuple[int, int]:
 
 
 def layer(
-    op: str, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int, input: int
+    op: str,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    group_size: int,
+    input: int,
+    weight_scale: Tensor | None = None,
 ) -> dict[str, Any]:
     """Check the output layer's tensors and return them as the native core's ``Layer`` takes them."""
     label, fan_in = matrix(op, "weight", weight, "[label, fan_in]")
@@ -135,6 +142,7 @@ def layer(
     tensor(op, "weight", weight, (label, fan_in), "[label, fan_in]", *WEIGHT_DTYPES)
     tensor(op, "indices", indices, (groups(label, group_size), fan_in), "[group, fan_in]", *INDEX_DTYPES)
     tensor(op, "bias", bias, (label,), "[label]", torch.float32)
+    float8.check_scale(op, weight, weight_scale)
     _indices_in_range(op, indices, input)
     return {
         "indices": indices.data_ptr(),
@@ -146,6 +154,7 @@ def layer(
         "label": label,
         "group_size": group_size,
         "fan_in": fan_in,
+        "weight_scale": 0 if weight_scale is None else weight_scale.data_ptr(),
     }
 
 
@@ -163,6 +172,7 @@ def absent_layer(
         "label": label,
         "group_size": group_size,
         "fan_in": fan_in,
+        "weight_scale": 0,
     }
 
 

@@ -27,7 +27,7 @@ torch.library.define(
     "bool share_positives, float gradient_cutoff, str optimizer, float learning_rate, float weight_decay, "
     "float momentum, float beta1, float beta2, float eps, int step, int seed, "
     "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None, "
-    "Tensor(g!)? offset_gradient=None) -> (Tensor, Tensor)",
+    "Tensor(g!)? offset_gradient=None, Tensor(h!)? weight_scale=None) -> (Tensor, Tensor)",
 )
 
 
@@ -104,6 +104,7 @@ def fused_step(
     group_size: int = 1,
     positive_weight: Tensor | None = None,
     offsets: LogitOffsets | None = None,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute loss and feature gradient of a batch, and update weight, bias and state in place.
 
@@ -127,8 +128,11 @@ def fused_step(
         w = w * (1 - learning_rate * weight_decay)
             - learning_rate * gradient / (sqrt(v / (1 - beta2 ** step)) + eps)
 
-    bfloat16 weights are rounded stochastically, from a counter of (seed, step, label, connection); the
-    expectation is exact, except that a finite value stays finite beyond the largest bfloat16.
+    bfloat16 and float8 weights are rounded stochastically, from a counter of (seed, step, label, connection);
+    the expectation is exact, except that a finite value stays finite beyond the largest. Of 64 labels with a
+    common scale, all float8 weights are updated in float32 first; then the scale is doubled until the largest
+    fits, or halved where the largest takes less than an eighth of the range; then they are rounded in its
+    units. Labels of a block in which no gradient is active keep weights and scale.
     Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads; on a
     CUDA device the feature gradient's last bits vary unless torch is told to use deterministic algorithms.
 
@@ -139,7 +143,7 @@ def fused_step(
         positive_offsets: int64 [batch + 1]; instance b has positive_labels[offsets[b]:offsets[b + 1]].
             They, and only they, may lie on the CPU where the rest is on a device.
         positive_labels: int32 or int64 [pair], in [0, label).
-        weight: float32 or bfloat16 [label, fan_in], updated.
+        weight: float32, bfloat16, float8_e4m3fn or float8_e5m2 [label, fan_in], updated.
         indices: uint16 or int32 [group, fan_in].
         bias: float32 [label], updated; weight decay spares it.
         loss: ``squared_hinge``, ``bce``, ``softmax`` or ``decoupled_softmax``.
@@ -159,6 +163,8 @@ def fused_step(
         positive_weight: float32 [label] or None for 1.
         offsets: Numbers to add to single logits, or None; their ``gradient`` is overwritten. Where a label
             skips its backward work (``gradient_cutoff``), it is 0.
+        weight_scale: Of float8 weights, float32 [ceil(label / 64)], powers of two: a weight is its code times
+            the scale of label // 64; updated. None otherwise.
 
     Returns:
         The loss, float64 [], and its gradient with respect to features, float32 [input, batch].
@@ -169,6 +175,8 @@ def fused_step(
     named = {"features": features, "weight": weight, "indices": indices, "bias": bias}
     positives = {"positive_offsets": positive_offsets, "positive_labels": positive_labels}
     checks.tensors(_NAME, **named, **state.tensors())
+    if weight_scale is not None:
+        checks.tensors(_NAME, weight=weight, weight_scale=weight_scale)
     checks.tensors(_NAME, **positives)
     if positive_weight is not None:
         checks.tensors(_NAME, positive_weight=positive_weight)
@@ -208,6 +216,7 @@ def fused_step(
             step,
             seed,
             *(() if offsets is None else (offsets.label, offsets.instance, offsets.value, offsets.gradient)),
+            weight_scale=weight_scale,
         )
 
 
@@ -347,9 +356,10 @@ def _fused_step(
     offset_instance: Tensor | None = None,
     offset_value: Tensor | None = None,
     offset_gradient: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.features(_NAME, features)
-    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    layer = checks.layer(_NAME, weight, indices, bias, group_size, input, weight_scale)
     label, fan_in = weight.shape
     if loss not in LOSSES:
         raise NativeError(f"{_NAME}: loss must be one of {', '.join(LOSSES)}, got {loss!r}")
@@ -403,11 +413,13 @@ def _fused_step(
         offsets=native_offsets,
     )
     checks.written(weight, bias, offsets.gradient, *state.tensors().values())
+    if weight_scale is not None:
+        checks.written(weight_scale)
     return loss_sum, feature_gradient
 
 
 @torch.library.register_fake("xmlc::fused_step")
-def _fused_step_fake(features: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _fused_step_fake(features: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     return features.new_empty((), dtype=torch.float64), torch.empty_like(features, dtype=torch.float32)
 
 

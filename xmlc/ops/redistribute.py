@@ -21,7 +21,7 @@ torch.library.define(
     "xmlc::redistribute",
     "(Tensor(a!) weight, Tensor(b!) indices, Tensor(c!)? state0, Tensor(d!)? state1, int input, "
     "int group_size, float? fraction, float? threshold, str scope, str new_value, float new_value_bound, "
-    "int step, int seed) -> Tensor",
+    "int step, int seed, Tensor(e!)? weight_scale=None) -> Tensor",
 )
 
 
@@ -39,6 +39,7 @@ def redistribute(
     group_size: int = 1,
     step: int = 0,
     seed: int = 0,
+    weight_scale: Tensor | None = None,
 ) -> int:
     """Replace weak connections by random ones, keeping ``fan_in`` distinct inputs in every group.
 
@@ -50,13 +51,14 @@ def redistribute(
 
     All pruned inputs of a group leave first; then each pruned connection gets an input drawn uniformly from
     those that the group does not have at that moment. Its weights become 0, uniform in
-    [-new_value_bound, new_value_bound), or stay, and its entries of ``states`` become 0.
+    [-new_value_bound, new_value_bound), or stay, and its entries of ``states`` become 0. New values are rounded
+    to the nearest; scales of float8 weights that are too small for new_value_bound rise first.
 
     Scratch is half a megabyte and 17 bytes × fan_in per thread, whatever the layer's size. Same arguments,
     same bits, for any number of threads.
 
     Args:
-        weight: float32 or bfloat16 [label, fan_in], updated.
+        weight: float32, bfloat16, float8_e4m3fn or float8_e5m2 [label, fan_in], updated.
         indices: uint16 or int32 [group, fan_in], updated. Distinct within a row, which is not checked: a
             repeated input may stay repeated.
         input: Number of inputs, at least fan_in; at most 65,536 for uint16 and 2^31 - 1 for int32.
@@ -69,6 +71,7 @@ def redistribute(
         group_size: 1, 16, 32 or 64.
         step: Counter from 0: another step draws other connections.
         seed: Seed of draws and ties, at least 0.
+        weight_scale: Of float8 weights, float32 [ceil(label / 64)], updated; see `fused_step`. Else None.
 
     Returns:
         The number of connections replaced (a group's connection counts once).
@@ -79,6 +82,8 @@ def redistribute(
     if len(states) > 2:
         raise NativeError(f"{_NAME}: states must be at most two tensors, got {len(states)}")
     named = {f"state {number}": state for number, state in enumerate(states)}
+    if weight_scale is not None:
+        named["weight_scale"] = weight_scale
     checks.tensors(_NAME, weight=weight, indices=indices, **named)
     checks.integers(_NAME, input=input, group_size=group_size, step=step, seed=seed)
     checks.numbers(_NAME, fraction=fraction, threshold=threshold, new_value_bound=new_value_bound)
@@ -98,6 +103,7 @@ def redistribute(
             new_value_bound,
             step,
             seed,
+            weight_scale,
         )
     )
 
@@ -137,10 +143,10 @@ def _redistribute(
     new_value_bound: float,
     step: int,
     seed: int,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
-    layer = checks.layer(
-        _NAME, weight, indices, weight.new_empty(weight.shape[:1], dtype=torch.float32), group_size, input
-    )
+    no_bias = weight.new_empty(weight.shape[:1], dtype=torch.float32)
+    layer = checks.layer(_NAME, weight, indices, no_bias, group_size, input, weight_scale)
     if (fraction is None) == (threshold is None):
         raise NativeError(
             f"{_NAME}: exactly one of fraction and threshold must be given, got {fraction}, {threshold}"
@@ -184,10 +190,10 @@ def _redistribute(
         step=step,
         pruned=pruned.data_ptr(),
     )
-    checks.written(weight, indices, *(state for state in (state0, state1) if state is not None))
+    checks.written(weight, indices, *(value for value in (state0, state1, weight_scale) if value is not None))
     return pruned
 
 
 @torch.library.register_fake("xmlc::redistribute")
-def _redistribute_fake(weight: Tensor, *_: object) -> Tensor:
+def _redistribute_fake(weight: Tensor, *_: object, **__: object) -> Tensor:
     return weight.new_empty((), dtype=torch.int64)

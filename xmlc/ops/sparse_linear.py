@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from xmlc import native
-from xmlc.ops import checks
+from xmlc.errors import NativeError
+from xmlc.ops import checks, float8
 
 _NAME = "sparse_linear"
 
 torch.library.define(
     "xmlc::sparse_linear",
-    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int group_size) -> Tensor",
+    "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int group_size, "
+    "Tensor? weight_scale=None) -> Tensor",
 )
 torch.library.define(
     "xmlc::sparse_linear_feature_gradient",
-    "(Tensor logit_gradient, Tensor weight, Tensor indices, int group_size, int input) -> Tensor",
+    "(Tensor logit_gradient, Tensor weight, Tensor indices, int group_size, int input, "
+    "Tensor? weight_scale=None) -> Tensor",
 )
 torch.library.define(
     "xmlc::sparse_linear_weight_gradient",
@@ -27,13 +30,18 @@ torch.library.define(
 
 
 def sparse_linear(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int = 1
+    features: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    group_size: int = 1,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     """Compute the logits of a layer in which every label has ``fan_in`` inputs.
 
     ``logits[l, b] = bias[l] + sum_k weight[l, k] * features[indices[l // group_size, k], b]``,
     that is, ``W @ features + bias[:, None]`` with the dense ``W`` of `dense_weight`. Differentiable once
-    in features, weight and bias.
+    in features, weight and bias; float8 weights, whose gradient they could not hold, take none.
 
     bfloat16 features are as exact as their values in float32: every product is exact, sums are float32. With
     weights in bfloat16 and groups of at least 16, backward passes round the logit gradient to bfloat16 for
@@ -42,10 +50,12 @@ def sparse_linear(
 
     Args:
         features: float32 or bfloat16 [input, batch].
-        weight: float32 or bfloat16 [label, fan_in].
+        weight: float32, bfloat16, float8_e4m3fn or float8_e5m2 [label, fan_in].
         indices: uint16 or int32 [group, fan_in] with values in [0, input), group = ceil(label / group_size).
         bias: float32 [label].
         group_size: Labels that share one row of indices: 1, 16, 32 or 64.
+        weight_scale: Of float8 weights, float32 [ceil(label / 64)]: a weight is its code times the scale of
+            label // 64. None otherwise.
 
     Returns:
         Logits, float32 [label, batch]; sums in float32.
@@ -55,11 +65,21 @@ def sparse_linear(
     """
     checks.tensors(_NAME, features=features, weight=weight, indices=indices, bias=bias)
     checks.integers(_NAME, group_size=group_size)
-    return torch.ops.xmlc.sparse_linear(features, weight, indices, bias, group_size)
+    if weight_scale is not None:
+        checks.tensors(_NAME, weight=weight, weight_scale=weight_scale)
+    if weight.requires_grad and float8.is_float8(weight.dtype):
+        raise NativeError(
+            f"{_NAME}: float8 weights must not require a gradient, got requires_grad=True; "
+            "train them by fused_step"
+        )
+    return torch.ops.xmlc.sparse_linear(features, weight, indices, bias, group_size, weight_scale)
 
 
-def dense_weight(weight: Tensor, indices: Tensor, group_size: int, input: int) -> Tensor:
-    """Return the layer's weights as a dense matrix [label, input] of the weight's dtype."""
+def dense_weight(
+    weight: Tensor, indices: Tensor, group_size: int, input: int, weight_scale: Tensor | None = None
+) -> Tensor:
+    """Return the layer's weights as a dense matrix [label, input] of their dtype; of float8, float32."""
+    weight = float8.widen(weight, weight_scale)
     label = weight.shape[0]
     columns = indices.to(torch.int64).repeat_interleave(group_size, dim=0)[:label]
     dense = weight.new_zeros(label, input)
@@ -67,10 +87,16 @@ def dense_weight(weight: Tensor, indices: Tensor, group_size: int, input: int) -
 
 
 def sparse_linear_reference(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int = 1
+    features: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    group_size: int = 1,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     """Compute `sparse_linear` by a dense matrix product, in any floating dtype; for small layers."""
-    return dense_weight(weight, indices, group_size, features.shape[0]) @ features + bias[:, None]
+    dense = dense_weight(weight, indices, group_size, features.shape[0], weight_scale)
+    return dense @ features + bias[:, None]
 
 
 def _check_logit_gradient(logit_gradient: Tensor, label: int, batch: int) -> None:
@@ -80,9 +106,16 @@ def _check_logit_gradient(logit_gradient: Tensor, label: int, batch: int) -> Non
 
 
 @torch.library.impl("xmlc::sparse_linear", ("cpu", "cuda"))
-def _forward(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
+def _forward(
+    features: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    group_size: int,
+    weight_scale: Tensor | None = None,
+) -> Tensor:
     input, batch = checks.features(_NAME, features)
-    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    layer = checks.layer(_NAME, weight, indices, bias, group_size, input, weight_scale)
     features, addresses = checks.narrow("features", features, weight.dtype, group_size)
     logits = torch.empty(weight.shape[0], batch, dtype=torch.float32, device=features.device)
     native.run(
@@ -99,12 +132,16 @@ def _forward(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, gr
 
 @torch.library.impl("xmlc::sparse_linear_feature_gradient", ("cpu", "cuda"))
 def _feature_gradient(
-    logit_gradient: Tensor, weight: Tensor, indices: Tensor, group_size: int, input: int
+    logit_gradient: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    group_size: int,
+    input: int,
+    weight_scale: Tensor | None = None,
 ) -> Tensor:
     _, batch = checks.matrix(_NAME, "logit_gradient", logit_gradient, "[label, batch]")
-    layer = checks.layer(
-        _NAME, weight, indices, weight.new_empty(weight.shape[:1], dtype=torch.float32), group_size, input
-    )
+    no_bias = weight.new_empty(weight.shape[:1], dtype=torch.float32)
+    layer = checks.layer(_NAME, weight, indices, no_bias, group_size, input, weight_scale)
     logit_gradient = logit_gradient.contiguous()
     _check_logit_gradient(logit_gradient, weight.shape[0], batch)
     # The sums of one order know no tensor cores.
@@ -150,13 +187,13 @@ def _weight_gradient(logit_gradient: Tensor, features: Tensor, indices: Tensor, 
 
 
 @torch.library.register_fake("xmlc::sparse_linear")
-def _forward_fake(features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, group_size: int) -> Tensor:
+def _forward_fake(features: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
     return features.new_empty(weight.shape[0], features.shape[1], dtype=torch.float32)
 
 
 @torch.library.register_fake("xmlc::sparse_linear_feature_gradient")
 def _feature_gradient_fake(
-    logit_gradient: Tensor, weight: Tensor, indices: Tensor, group_size: int, input: int
+    logit_gradient: Tensor, weight: Tensor, indices: Tensor, group_size: int, input: int, *_: object
 ) -> Tensor:
     return logit_gradient.new_empty(input, logit_gradient.shape[1], dtype=torch.float32)
 
@@ -169,7 +206,7 @@ def _weight_gradient_fake(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    features, weight, indices, _, ctx.group_size = inputs
+    features, weight, indices, _, ctx.group_size, ctx.weight_scale = inputs
     ctx.save_for_backward(features, weight, indices)
 
 
@@ -182,7 +219,7 @@ def _backward(ctx: Any, logit_gradient: Tensor) -> tuple[Tensor | None, ...]:
     feature_gradient = weight_gradient = bias_gradient = None
     if ctx.needs_input_grad[0]:
         feature_gradient = torch.ops.xmlc.sparse_linear_feature_gradient(
-            factor, weight, indices, ctx.group_size, features.shape[0]
+            factor, weight, indices, ctx.group_size, features.shape[0], ctx.weight_scale
         ).to(features.dtype)
     if ctx.needs_input_grad[1]:
         weight_gradient = torch.ops.xmlc.sparse_linear_weight_gradient(
@@ -190,7 +227,7 @@ def _backward(ctx: Any, logit_gradient: Tensor) -> tuple[Tensor | None, ...]:
         ).to(weight.dtype)
     if ctx.needs_input_grad[3]:
         bias_gradient = logit_gradient.sum(1)
-    return feature_gradient, weight_gradient, None, bias_gradient, None
+    return feature_gradient, weight_gradient, None, bias_gradient, None, None
 
 
 torch.library.register_autograd("xmlc::sparse_linear", _backward, setup_context=_save_for_backward)

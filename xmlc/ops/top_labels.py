@@ -18,7 +18,8 @@ _NAME = "top_labels"
 torch.library.define(
     "xmlc::top_labels",
     "(Tensor features, Tensor weight, Tensor indices, Tensor bias, int k, int group_size, "
-    "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None) "
+    "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None, "
+    "Tensor? weight_scale=None) "
     "-> (Tensor, Tensor)",
 )
 
@@ -31,6 +32,7 @@ def top_labels(
     k: int,
     group_size: int = 1,
     offsets: LogitOffsets | None = None,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest logits of each instance and their labels; ties go to the lowest label.
 
@@ -40,12 +42,13 @@ def top_labels(
 
     Args:
         features: float32 or bfloat16 [input, batch]; see `sparse_linear`.
-        weight: float32 or bfloat16 [label, fan_in].
+        weight: float32, bfloat16, float8_e4m3fn or float8_e5m2 [label, fan_in].
         indices: uint16 or int32 [group, fan_in].
         bias: float32 [label].
         k: Labels wanted, 1 <= k <= label.
         group_size: 1, 16, 32 or 64.
         offsets: Numbers to add to single logits, or None; their gradient is not touched.
+        weight_scale: Of float8 weights, float32 [ceil(label / 64)]; see `fused_step`. None otherwise.
 
     Returns:
         Scores, float32 [batch, k], falling, and labels, int64 [batch, k]; where an instance has fewer than k
@@ -57,6 +60,8 @@ def top_labels(
     checks.tensors(_NAME, features=features, weight=weight, indices=indices, bias=bias)
     checks.integers(_NAME, k=k, group_size=group_size)
     logit_offsets.check_tensors(_NAME, offsets)
+    if weight_scale is not None:
+        checks.tensors(_NAME, weight=weight, weight_scale=weight_scale)
     with torch.no_grad():
         return torch.ops.xmlc.top_labels(
             features,
@@ -66,6 +71,7 @@ def top_labels(
             k,
             group_size,
             *(() if offsets is None else (offsets.label, offsets.instance, offsets.value)),
+            weight_scale=weight_scale,
         )
 
 
@@ -92,9 +98,10 @@ def top_labels_reference(
     k: int,
     group_size: int = 1,
     offsets: LogitOffsets | None = None,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `top_labels` from all logits by a stable sort; for small layers, in any floating dtype."""
-    logits = sparse_linear_reference(features, weight, indices, bias, group_size)
+    logits = sparse_linear_reference(features, weight, indices, bias, group_size, weight_scale)
     logits = logit_offsets.add_reference(logits, offsets).T
     logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     scores, labels = logits.sort(dim=1, descending=True, stable=True)
@@ -113,9 +120,10 @@ def _top_labels(
     offset_label: Tensor | None = None,
     offset_instance: Tensor | None = None,
     offset_value: Tensor | None = None,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.features(_NAME, features)
-    layer = checks.layer(_NAME, weight, indices, bias, group_size, input)
+    layer = checks.layer(_NAME, weight, indices, bias, group_size, input, weight_scale)
     if not 1 <= k <= weight.shape[0]:
         raise NativeError(f"{_NAME}: k must lie in [1, label] = [1, {weight.shape[0]}], got {k}")
     offsets = LogitOffsets.given(offset_label, offset_instance, offset_value)
@@ -140,7 +148,7 @@ def _top_labels(
 
 @torch.library.register_fake("xmlc::top_labels")
 def _top_labels_fake(
-    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, *_: object
+    features: Tensor, weight: Tensor, indices: Tensor, bias: Tensor, k: int, *_: object, **__: object
 ) -> tuple[Tensor, Tensor]:
     batch = features.shape[1]
     return features.new_empty(batch, k, dtype=torch.float32), features.new_empty(batch, k, dtype=torch.int64)

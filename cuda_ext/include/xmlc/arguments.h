@@ -13,13 +13,35 @@ namespace xmlc {
 
 // The fixed fan-in layer. Label l belongs to group l / group_size, group = ceil(label / group_size).
 struct Layer {
-  const void* indices;  // [group, fan_in] of index_type, values in [0, input)
-  void* weight;         // [label, fan_in] of weight_type
-  float* bias;          // [label]
+  static constexpr std::int64_t kScaleLabels = 64;  // labels that share a scale: whole groups of any size
+  const void* indices;                              // [group, fan_in] of index_type, values in [0, input)
+  void* weight;                                     // [label, fan_in] of weight_type
+  float* bias;                                      // [label]
   IndexType index_type;
   WeightType weight_type;
   std::int64_t input, label, group_size, fan_in;
+  float* weight_scale;  // [ceil(label / kScaleLabels)], powers of two: of float8 weights; null otherwise
 };
+
+XMLC_HOST_DEVICE constexpr bool is_float8(WeightType type) {
+  return type == WeightType::kFloat8E4M3 || type == WeightType::kFloat8E5M2;
+}
+
+// Weight `at` = label * fan_in + k as float32.
+XMLC_HOST_DEVICE float load_weight(const Layer& layer, std::int64_t label, std::int64_t at) {
+  const auto code = [&] { return std::uint32_t{static_cast<const std::uint8_t*>(layer.weight)[at]}; };
+  const auto scale = [&] { return layer.weight_scale[label / Layer::kScaleLabels]; };
+  switch (layer.weight_type) {
+    case WeightType::kBFloat16:
+      return widen(static_cast<const BFloat16*>(layer.weight)[at]);
+    case WeightType::kFloat8E4M3:
+      return widen_float8<Float8E4M3>(code()) * scale();
+    case WeightType::kFloat8E5M2:
+      return widen_float8<Float8E5M2>(code()) * scale();
+    default:
+      return static_cast<const float*>(layer.weight)[at];
+  }
+}
 
 // Features in bfloat16 stand in the place of those in float32 only for a backend that multiplies them as they
 // are: CUDA, where weights are bfloat16 and group_size is at least 16. It then rounds logit gradients to
@@ -65,7 +87,7 @@ struct FusedStepArguments {
   float* weight_second;  // [label, fan_in], or [label] of kLabelAdam; null where unused
   float* bias_first;     // [label]
   float* bias_second;    // [label]
-  RandomKey rounding;    // stochastic rounding of bfloat16 weights
+  RandomKey rounding;    // stochastic rounding of bfloat16 and float8 weights
   double* loss_sum;      // [1], output
   LogitOffsets offsets;
   const BFloat16* narrow_features;  // [input, batch] or null
