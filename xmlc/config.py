@@ -28,6 +28,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 FiniteFloat = Annotated[float, AfterValidator(_in_float32)]
 UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
+WeightDtype = Literal["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
 # Strict as everything, but for the list that TOML and JSON have instead of a tuple.
@@ -155,8 +156,9 @@ class ModelConfig(Section):
     """The same of the mean of the label's training instances, of unit length."""
     bottleneck: PositiveInt = 64
     """Units of the penultimate layer of ``output = "bottleneck"``."""
-    weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage of the sparse output layer's weights; bfloat16 is rounded stochastically."""
+    weight_dtype: WeightDtype = "float32"
+    """Storage of the sparse output layer's weights. All but float32 are rounded stochastically; those of
+    float8 have a scale for every 64 labels."""
     feature_dtype: Literal["float32", "bfloat16"] = "float32"
     """What the sparse output layer sees its inputs in. With bfloat16, weights in bfloat16 and groups of at
     least 16, a CUDA device computes on its tensor cores, and rounds the gradients of logits to bfloat16."""

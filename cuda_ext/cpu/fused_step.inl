@@ -517,6 +517,7 @@ void update_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std
 template <Optimizer kind, class Format>
 void update_all_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t block_first,
                        GroupRange labels) {
+  if (changes_nothing(a.optimizer)) return;  // nor a scale
   for (std::int64_t first = labels.first; first < labels.last; first += Layer::kScaleLabels) {
     const std::int64_t end = first + Layer::kScaleLabels;
     update_scaled<kind, Format>(a, scratch, block_first, {first, end < labels.last ? end : labels.last});

@@ -444,6 +444,7 @@ __global__ void round_kernel(StepArguments arguments) {
 template <class Weight>
 void update(const StepArguments& arguments, const Queue& queue) {
   const std::int64_t count = arguments.rows.count;
+  if (kScaled<Weight> && changes_nothing(arguments.a.optimizer)) return;  // nor a scale
   launch("fused_update", &update_kernel<Weight>, grid_for(count < kMostSegments ? count : kMostSegments, 1),
          kWarps * kWarp, 0, queue.stream, arguments);
   if constexpr (kScaled<Weight>)

@@ -51,6 +51,19 @@ def test_precision_goes_first() -> None:
     assert str(change) == "model.weight_dtype = bfloat16 (was float32)"
 
 
+def test_float8_comes_after_all_that_costs_no_accuracy() -> None:
+    smallest = config(
+        "model.weight_dtype=bfloat16",
+        "output_optimizer.kind=sgd",
+        "dense_optimizer.kind=sgd",
+        "training.batch_size=16",
+    )
+    [change] = fit(smallest, PROBLEM, BATCHES, needed(smallest) - 1).changes
+    assert str(change) == "model.weight_dtype = float8_e4m3fn (was bfloat16)"
+    label_adam = config("model.weight_dtype=bfloat16", "output_optimizer.kind=label_adam")
+    assert fit(config(), PROBLEM, BATCHES, needed(label_adam)).config.model.weight_dtype == "bfloat16"
+
+
 def test_every_budget_between_is_kept_by_the_settings_found() -> None:
     settings = config("model.width=16384")
     most = needed(settings)

@@ -19,6 +19,7 @@ from xmlc.training.step import training_step
 SETTINGS: list[tuple[problems.Kind, dict[str, dict[str, Any]]]] = [
     ("dense", {}),
     ("sparse", {"model": {"weight_dtype": "bfloat16"}, "output_optimizer": {"kind": "label_adam"}}),
+    ("dense", {"model": {"weight_dtype": "float8_e4m3fn"}, "output_optimizer": {"kind": "sgd"}}),
     ("sparse", {"output_optimizer": {"kind": "momentum"}, "dense_optimizer": {"kind": "sgd"}}),
     ("sparse", {"model": {"direct_fan_in": 3}}),
     ("dense", {"model": {"group_size": 16}, "dense_optimizer": {"kind": "momentum"}}),

@@ -17,6 +17,7 @@ from xmlc.data import CsrRows
 from xmlc.nn import dense, output_layer
 from xmlc.nn.direct import DirectConnections
 from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
+from xmlc.ops import quantise, widen
 from xmlc.training.optimizers import block_optimizer
 
 LABELS, INPUTS, BATCH, FAN_IN = 37, 11, 9, 4
@@ -312,7 +313,7 @@ def test_any_number_of_threads_takes_the_same_step() -> None:
     assert bits(1) == bits(2) == bits(5)
 
 
-@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("group_size", [1, 16])
 def test_redistribution_moves_the_asked_share_and_forgets_its_state(
     group_size: int, weight_dtype: str
@@ -358,6 +359,39 @@ def test_weights_start_within_their_bound(weight_init: str, bound: float) -> Non
 def test_weights_are_kept_in_their_dtype() -> None:
     assert sparse_layer(weight_dtype="bfloat16").weight.dtype == torch.bfloat16
     assert sparse_layer().weight.dtype == torch.float32
+    assert sparse_layer().weight_scale is None
+
+
+@pytest.mark.parametrize("weight_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_weights_start_as_float32_s_rounded_to_the_nearest(
+    weight_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = 200
+    monkeypatch.setattr(output_layer, "LABELS_DRAWN_AT_ONCE", 128)
+
+    def start(dtype: Any) -> SparseOutput:
+        model = ModelConfig(width=64, fan_in=8, weight_dtype=dtype, weight_init="fan_in")
+        return SparseOutput(
+            label, model, LossConfig(), OptimizerConfig(), torch.zeros(label), None, 1, generator()
+        )
+
+    exact, layer = start("float32"), start(weight_dtype)
+    assert layer.weight.dtype == getattr(torch, weight_dtype)
+    assert layer.weight_scale is not None and layer.tensors()["weight_scale"] is layer.weight_scale
+    weight, scale = quantise(exact.weight, layer.weight.dtype)
+    assert torch.equal(layer.weight.float(), weight.float())
+    assert torch.equal(layer.weight_scale, scale)
+    relative = 2.0**-4 if weight_dtype == "float8_e4m3fn" else 2.0**-3
+    close = (widen(weight, scale) - exact.weight).abs() <= relative * exact.weight.abs() + 1e-5
+    assert bool(close.all())
+
+
+def test_float8_weights_that_start_at_zero_find_their_scale() -> None:
+    layer = sparse_layer("zero", weight_dtype="float8_e4m3fn")
+    layer.step(features(), positives(), 0.1, 1)
+    assert layer.weight_scale is not None
+    largest = float(widen(layer.weight, layer.weight_scale).abs().max())
+    assert 0.01 < largest <= 448.0 * float(layer.weight_scale.max()) < 4.0 * largest
 
 
 def test_tensors_are_the_layer_itself() -> None:
@@ -450,7 +484,10 @@ def test_a_label_skipped_everywhere_stays_and_the_others_move_as_ever(
 
 
 @every_loss
-@pytest.mark.parametrize(("weight_dtype", "group_size"), [("float32", 1), ("bfloat16", 1), ("float32", 16)])
+@pytest.mark.parametrize(
+    ("weight_dtype", "group_size"),
+    [("float32", 1), ("bfloat16", 1), ("float32", 16), ("float8_e4m3fn", 1), ("float8_e5m2", 16)],
+)
 def test_evaluation_is_a_step_that_changes_nothing(
     loss_kind: Any, weight_dtype: str, group_size: int
 ) -> None:

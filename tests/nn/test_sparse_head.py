@@ -121,8 +121,9 @@ def test_the_incoming_gradient_scales_what_goes_on_and_not_the_output_layer(widt
         assert torch.equal(1024.0 * ours.grad, theirs.grad)
 
 
-def test_the_forward_pass_changes_nothing() -> None:
-    layer = head(weight_dtype="bfloat16")
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_forward_pass_changes_nothing(weight_dtype: Any) -> None:
+    layer = head(weight_dtype=weight_dtype)
     before = state(layer)
     loss = layer(embeddings(), ROWS).loss
     with torch.no_grad():
@@ -308,12 +309,32 @@ def test_a_state_dict_continues_as_the_head_it_came_from(kind: str) -> None:
     assert changed(other, state(layer)) == set()
 
 
-def test_a_state_dict_survives_safetensors(tmp_path: Path) -> None:
-    layer, other = head(weight_dtype="bfloat16"), head(weight_dtype="bfloat16")
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_state_dict_survives_safetensors(weight_dtype: Any, tmp_path: Path) -> None:
+    layer, other = head(weight_dtype=weight_dtype), head(weight_dtype=weight_dtype)
     layer(embeddings(), ROWS).loss.backward()
     save_file(layer.state_dict(), tmp_path / "head.safetensors")
     other.load_state_dict(load_file(tmp_path / "head.safetensors"))
     assert changed(other, state(layer)) == set()
+
+
+@pytest.mark.parametrize("weight_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_weights_rank_move_and_learn(weight_dtype: Any) -> None:
+    layer = head(weight_dtype=weight_dtype)
+    losses = []
+    for _ in range(200):
+        result = layer(embeddings(), ROWS)
+        losses.append(float(result.loss.detach()))
+        result.loss.backward()
+    assert losses[-1] < 0.5 * losses[0]
+    _, labels = layer.topk(embeddings(), 1)
+    assert all(int(labels[row]) in positives for row, positives in enumerate(ROWS) if positives)
+    assert layer.redistribute(0.3) > 0
+
+
+def test_autograd_cannot_train_float8_weights() -> None:
+    with pytest.raises(ConfigError, match=r"must be float32 or bfloat16.*found float8_e5m2; leave fused"):
+        head(weight_dtype="float8_e5m2", fused=False)
 
 
 def test_a_state_dict_of_another_head_is_refused() -> None:

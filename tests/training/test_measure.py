@@ -13,6 +13,8 @@ SHAPES = [
     "--labels 60000 --sparse-features 30000 --words 60 --width 4096 --set model.hidden=128 "
     "--set model.weight_dtype=bfloat16 --set model.feature_dtype=bfloat16 --set model.group_size=16 "
     "--set output_optimizer.kind=label_adam",
+    "--labels 60000 --dim 128 --width 8192 --set model.weight_dtype=float8_e4m3fn "
+    "--set model.weight_init=fan_in",
     "--labels 30000 --dim 256 --set model.output=dense",
 ]
 

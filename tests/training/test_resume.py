@@ -19,6 +19,7 @@ from typing import Any
 import problems
 import pytest
 import runs
+import torch
 from disk import PowerCut, failing_disk
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
@@ -94,6 +95,23 @@ def test_direct_connections_go_on(kind: problems.Kind, optimizer: str, train: Tr
     settings["model"] |= {"direct_fan_in": 5, "direct_max_frequency": 1.0}
     settings["similarity"] = {"neighbour_weight": 0.5}
     whole = train(dataset, "whole", **settings)
+    at_step(7, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(StoppedBySignalError, match="SIGINT"):
+        train(dataset, "stopped", **settings)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
+@pytest.mark.parametrize("weight_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_float8_weights_go_on(optimizer: str, weight_dtype: str, train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything(optimizer)
+    settings["model"] |= {"weight_dtype": weight_dtype}
+    whole = train(dataset, "whole", **settings)
+    latest = CheckpointFolder(whole / "checkpoints").latest()
+    assert latest is not None
+    tensors = read_checkpoint(latest).tensors
+    assert tensors["model.output.weight"].dtype == getattr(torch, weight_dtype)
+    assert tensors["model.output.weight_scale"].dtype == torch.float32
     at_step(7, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(StoppedBySignalError, match="SIGINT"):
         train(dataset, "stopped", **settings)

@@ -71,6 +71,8 @@ def test_every_output_learns_from_every_kind_of_features(
     "sections",
     [
         {"model": {"weight_dtype": "bfloat16"}},
+        {"model": {"weight_dtype": "float8_e4m3fn"}},
+        {"model": {"weight_dtype": "float8_e5m2", "group_size": 16, "weight_init": "zero"}},
         {"model": {"group_size": 16}},
         {"model": {"group_size": 64, "weight_dtype": "bfloat16"}},
         {"model": {"group_size": 16, "weight_dtype": "bfloat16", "feature_dtype": "bfloat16"}},

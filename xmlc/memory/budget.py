@@ -74,8 +74,8 @@ def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int
 
     They shrink in a fixed order, each as far as it goes before the next: weights to bfloat16; Adam's moments
     of the output layer to one value for each label; the batch (slower); the dense layers' Adam to SGD, which
-    wants a learning rate of its own; width, then fan-in (less accurate). What then turns out not to have been
-    needed goes back, the last first.
+    wants a learning rate of its own; weights to float8; width, then fan-in (less accurate). What then turns
+    out not to have been needed goes back, the last first.
 
     Raises:
         BudgetError: Even the last do not fit; the message says what would, and what takes the most.
@@ -104,7 +104,7 @@ def _grown(config: Config, shrunk: Config, fits: Callable[[Config], bool]) -> Co
     for key in (key for key in reversed(_ORDER) if key in values):
         (before, now), (section, name) = values[key], key.split(".")
         while now != before:
-            now = before if isinstance(now, str) else min(before, 2 * now)
+            now = _WIDER.get(now, before) if isinstance(now, str) else min(before, 2 * now)
             larger = _with(shrunk, section, name, now)
             if not fits(larger):
                 break
@@ -140,9 +140,19 @@ def _with(config: Config, section: str, key: str, value: Any) -> Config:
 
 
 def _narrow_weights(config: Config) -> Config | None:
-    if config.model.output != "sparse" or config.model.weight_dtype == "bfloat16":
+    if config.model.output != "sparse" or config.model.weight_dtype != "float32":
         return None
     return _with(config, "model", "weight_dtype", "bfloat16")
+
+
+def _narrowest_weights(config: Config) -> Config | None:
+    if config.model.output != "sparse" or config.model.weight_dtype.startswith("float8"):
+        return None
+    return _with(config, "model", "weight_dtype", "float8_e4m3fn")
+
+
+_WIDER = {"float8_e4m3fn": "bfloat16"}
+"""What stands between a setting of the planner and the user's own."""
 
 
 def _one_moment_for_each_label(config: Config) -> Config | None:
@@ -182,6 +192,7 @@ _SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
     _one_moment_for_each_label,
     _smaller_batch,
     _no_dense_moments,
+    _narrowest_weights,
     _narrower,
     _fewer_inputs,
 )

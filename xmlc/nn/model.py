@@ -24,6 +24,7 @@ from xmlc.nn.penultimate import PenultimateLayer
 from xmlc.nn.similarity import Similarity
 from xmlc.nn.transformer import TransformerEncoder
 from xmlc.ops import LogitOffsets
+from xmlc.ops.float8 import is_float8, scales
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]
     if model.output == "sparse":
         inputs = model.fan_in
         shapes["output.indices"] = (-(-problem.label_count // model.group_size), model.fan_in)
+        if is_float8(getattr(torch, model.weight_dtype)):
+            shapes["output.weight_scale"] = (scales(problem.label_count),)
         if model.direct_fan_in:
             direct = (problem.label_count, model.direct_fan_in)
             shapes |= {"output.direct.indices": direct, "output.direct.weight": direct}

@@ -19,14 +19,16 @@ from xmlc.ops import (
     OptimizerState,
     fused_step,
     pairs_by_label,
+    quantise,
     redistribute,
     sparse_linear,
     top_labels,
 )
+from xmlc.ops.float8 import SCALE_LABELS, new_scale, scales
 from xmlc.sparsity import draw_connections
 
 LABELS_DRAWN_AT_ONCE = 1 << 16
-"""Labels whose initial weights are drawn in float32 before they are kept in another type."""
+"""Labels whose initial weights are drawn in float32 before they are kept in another type; whole scales."""
 
 LOGITS_SORTED_AT_ONCE = 1 << 18
 """Of the dense output: sorting takes some 30 bytes for each."""
@@ -120,9 +122,11 @@ class SparseOutput:
         self.loss = loss
         self.optimizer = optimizer
         self.seed = seed
-        self.weight = torch.zeros(label, model.fan_in, dtype=getattr(torch, model.weight_dtype))
-        self.indices = draw_connections(self.weight, model.width, model.group_size, seed)
-        _draw_weight(self.weight, model, generator)
+        dtype: torch.dtype = getattr(torch, model.weight_dtype)
+        self.weight = torch.zeros(label, model.fan_in, dtype=dtype)
+        self.weight_scale = new_scale(label, dtype)
+        self.indices = draw_connections(self.weight, model.width, model.group_size, seed, self.weight_scale)
+        _draw_weight(self.weight, self.weight_scale, model, generator)
         self.bias = bias
         self.positive_weight = positive_weight
         self.state = OptimizerState.zeros(optimizer.kind, label, model.fan_in)
@@ -152,6 +156,7 @@ class SparseOutput:
             step=step,
             gradient_cutoff=self.loss.gradient_cutoff,
             offsets=logit_offsets,
+            weight_scale=self.weight_scale,
         )
         if self.direct is not None and logits is not None and logit_offsets is not None:
             logits.offsets.gradient.copy_(logit_offsets.gradient.cpu()[places])
@@ -176,6 +181,7 @@ class SparseOutput:
             state=OptimizerState(),
             step=1,
             gradient_cutoff=self.loss.gradient_cutoff if gradient else _BEYOND_ANY_GRADIENT,
+            weight_scale=None if self.weight_scale is None else self.weight_scale.data,
         )
 
     def _fused_step(
@@ -217,6 +223,7 @@ class SparseOutput:
             k,
             self.group_size,
             None if offsets is None else offsets.to(features.device),
+            self.weight_scale,
         )
 
     def _direct_logits(self, features: CsrRows | None) -> DirectLogits | None:
@@ -285,11 +292,14 @@ class SparseOutput:
             group_size=self.group_size,
             step=step,
             seed=self.seed,
+            weight_scale=self.weight_scale,
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """See `OutputLayer.tensors`."""
         tensors = {"indices": self.indices, "weight": self.weight, "bias": self.bias}
+        if self.weight_scale is not None:
+            tensors["weight_scale"] = self.weight_scale
         tensors |= {f"state.{name}": value for name, value in self.state.tensors().items()}
         if self.direct is not None:
             tensors |= {f"direct.{name}": value for name, value in self.direct.tensors().items()}
@@ -300,6 +310,8 @@ class SparseOutput:
         self.indices, self.weight, self.bias = (
             value.to(device) for value in (self.indices, self.weight, self.bias)
         )
+        if self.weight_scale is not None:
+            self.weight_scale = self.weight_scale.to(device)
         self.state = OptimizerState(
             **{name: value.to(device) for name, value in self.state.tensors().items()}
         )
@@ -493,11 +505,28 @@ class _NormalisedLoss:
         return gradient
 
 
-def _draw_weight(weight: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+def _draw_weight(
+    weight: Tensor, weight_scale: Tensor | None, model: ModelConfig, generator: torch.Generator
+) -> None:
     """Draw the initial weights [label, fan_in] into zeros; in float32, whatever they are kept in."""
     if model.weight_init == "zero":
         return
     label, fan_in = weight.shape
     bound = 1.0 / math.sqrt(fan_in) if model.weight_init == "fan_in" else math.sqrt(3.0 / (label * fan_in))
-    for block in weight.split(LABELS_DRAWN_AT_ONCE):
-        block.copy_(torch.empty(block.shape).uniform_(-bound, bound, generator=generator))
+    for first in range(0, label, LABELS_DRAWN_AT_ONCE):
+        block = weight[first : first + LABELS_DRAWN_AT_ONCE]
+        drawn = torch.empty(block.shape).uniform_(-bound, bound, generator=generator)
+        if weight_scale is None:
+            block.copy_(drawn)
+        else:
+            _keep_in_float8(drawn, block, weight_scale[scales(first) :])
+
+
+def _keep_in_float8(drawn: Tensor, weight: Tensor, weight_scale: Tensor) -> None:
+    """Quantise weights by 64 scales at a time, which needs no second copy of them all."""
+    labels = 64 * SCALE_LABELS
+    for first in range(0, len(drawn), labels):
+        rows = slice(first, first + labels)
+        codes, scale = quantise(drawn[rows], weight.dtype)
+        weight[rows] = codes
+        weight_scale[scales(first) :][: len(scale)] = scale

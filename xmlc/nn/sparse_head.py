@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xmlc.config import Config, build_config
+from xmlc.config import Config, WeightDtype, build_config
 from xmlc.data.ragged import RaggedLabels, ragged_rows
 from xmlc.data.rows import CsrRows, offsets_of
 from xmlc.errors import ConfigError, DataError, WorkerError, XmlcError
@@ -68,7 +68,7 @@ class SparseHead(nn.Module):
         loss: str | Mapping[str, Any] = "squared_hinge",
         optimizer: str | Mapping[str, Any] | None = None,
         learning_rate: float | None = None,
-        weight_dtype: Literal["float32", "bfloat16"] = "float32",
+        weight_dtype: WeightDtype = "float32",
         weight_init: Literal["zero", "fan_in", "glorot_flat"] = "zero",
         bias_init: float | Literal["auto"] = "auto",
         fused: bool = True,
@@ -87,7 +87,7 @@ class SparseHead(nn.Module):
                 ``[output_optimizer]``; only with ``fused=True``.
             learning_rate: Rate of that optimizer; 0.001 if neither names one. May be set at any time:
                 ``head.learning_rate = ...``.
-            weight_dtype: Storage of the output layer's weights.
+            weight_dtype: Storage of the output layer's weights; float8 only with ``fused=True``.
             weight_init: Start of the output layer's weights.
             bias_init: Start of its biases; auto is -1 for squared hinge, the log-odds of one label in
                 ``label_count`` for bce, 0 otherwise.
@@ -121,6 +121,11 @@ class SparseHead(nn.Module):
             "training": {"seed": seed},
         }
         config = build_config(settings, "SparseHead")
+        if not fused and config.model.weight_dtype.startswith("float8"):
+            raise ConfigError(
+                "SparseHead: with fused=False weight_dtype must be float32 or bfloat16, whose gradients "
+                f"autograd can hold, found {weight_dtype}; leave fused=False out"
+            )
         _check_loss(config, fused)
         generator = torch.Generator().manual_seed(seed)
         self.hidden, self.label_count, self.fused = hidden, label_count, fused
@@ -209,7 +214,15 @@ class SparseHead(nn.Module):
         """
         weight, bias = self._weight_and_bias()
         output = self.output
-        return top_labels(self.features(embeddings), weight, output.indices, bias, k, output.group_size)
+        return top_labels(
+            self.features(embeddings),
+            weight,
+            output.indices,
+            bias,
+            k,
+            output.group_size,
+            weight_scale=output.weight_scale,
+        )
 
     @torch.no_grad()
     def redistribute(self, fraction: float, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -245,6 +258,7 @@ class SparseHead(nn.Module):
             group_size=self.output.group_size,
             step=int(self.redistributions),
             seed=self.output.seed,
+            weight_scale=self.output.weight_scale,
         )
         self.redistributions += 1
         self._workers_agree = False

@@ -55,7 +55,7 @@ def quantise(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def widen(weight: Tensor, weight_scale: Tensor | None) -> Tensor:
-    """Return float8 weights [label, fan_in] as float32, exactly; others, which have no scales, as they are."""
+    """Return float8 weights [label, fan_in] as float32, exactly; others, without scales, as they are."""
     if not is_float8(weight.dtype):
         return weight
     assert weight_scale is not None, "float8 weights come with their scales"

@@ -51,8 +51,8 @@ def redistribute(
 
     All pruned inputs of a group leave first; then each pruned connection gets an input drawn uniformly from
     those that the group does not have at that moment. Its weights become 0, uniform in
-    [-new_value_bound, new_value_bound), or stay, and its entries of ``states`` become 0. New values are rounded
-    to the nearest; scales of float8 weights that are too small for new_value_bound rise first.
+    [-new_value_bound, new_value_bound), or stay, and its entries of ``states`` become 0. New values are
+    rounded to the nearest; scales of float8 weights that are too small for new_value_bound rise first.
 
     Scratch is half a megabyte and 17 bytes × fan_in per thread, whatever the layer's size. Same arguments,
     same bits, for any number of threads.

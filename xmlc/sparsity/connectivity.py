@@ -46,7 +46,9 @@ def random_connectivity(label: int, input: int, fan_in: int, group_size: int, se
     return draw_connections(weight, input, 1, seed)
 
 
-def draw_connections(weight: Tensor, input: int, group_size: int, seed: int) -> Tensor:
+def draw_connections(
+    weight: Tensor, input: int, group_size: int, seed: int, weight_scale: Tensor | None = None
+) -> Tensor:
     """Draw the connections of a layer that has its weights [label, fan_in] (see `random_connectivity`).
 
     The weights stay as they are: reading them saves making others, as large as the layer, for the draw.
@@ -54,7 +56,16 @@ def draw_connections(weight: Tensor, input: int, group_size: int, seed: int) -> 
     group = groups(weight.shape[0], group_size)
     indices = torch.arange(weight.shape[1], dtype=torch.int32).to(index_dtype(input)).repeat(group, 1)
     # Redistributing all connections of any valid layer draws each group's inputs without replacement.
-    redistribute(weight, indices, input, fraction=1.0, new_value="keep", group_size=group_size, seed=seed)
+    redistribute(
+        weight,
+        indices,
+        input,
+        fraction=1.0,
+        new_value="keep",
+        group_size=group_size,
+        seed=seed,
+        weight_scale=weight_scale,
+    )
     return indices
 
 

@@ -20,6 +20,11 @@ struct OptimizerArguments {
   float inverse_correction;  // 1 / sqrt(1 - beta2^step)
 };
 
+// Whether a step leaves every weight as it is, whatever finite gradient it has.
+XMLC_HOST_DEVICE bool changes_nothing(const OptimizerArguments& o) {
+  return o.kind == Optimizer::kSgd && o.learning_rate == 0.0f && o.keep == 1.0f;
+}
+
 // torch.optim.SGD
 template <class Real>
 XMLC_HOST_DEVICE Real sgd(const OptimizerArguments& o, Real weight, Real gradient) {
