@@ -221,6 +221,28 @@ def test_the_scale_falls_by_half_where_little_of_the_range_is_used(backend: str,
 
 
 @DTYPES
+def test_a_step_of_rate_zero_changes_neither_codes_nor_scales(backend: str, dtype: torch.dtype) -> None:
+    weight = torch.full((70, 2), LARGEST[dtype] / 64).to(dtype)
+    problem, scale = constant_inputs(torch.ones(2), weight), torch.tensor([1.0, 4.0])
+    before = oracles.bits(weight)
+    loss, gradient = step(problem, scale, 0.0)
+    assert float(loss) > 0.0 and bool((gradient != 0.0).all())
+    assert oracles.bits(problem.weight) == before and scale.tolist() == [1.0, 4.0]
+
+
+@DTYPES
+def test_labels_in_blocks_without_a_gradient_keep_their_scale(backend: str, dtype: torch.dtype) -> None:
+    weight = torch.full((200, 2), LARGEST[dtype] / 64).to(dtype)
+    problem, scale = constant_inputs(torch.zeros(2), weight), torch.ones(4)
+    problem.bias[:] = -2.0  # beyond the margin
+    problem.bias[70] = 0.0
+    before = widen(weight, scale)
+    step(problem, scale, 0.5)
+    assert scale.tolist() == [1.0, 0.5, 1.0, 1.0]
+    assert torch.equal(widen(problem.weight, scale), before)
+
+
+@DTYPES
 def test_labels_that_keep_their_weights_follow_a_scale_that_rises(backend: str, dtype: torch.dtype) -> None:
     # Only label 0 has a gradient: all others are beyond the margin. Their codes are halved, exactly but for
     # subnormals, which become neighbours.
