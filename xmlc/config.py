@@ -309,6 +309,9 @@ class TrainingConfig(Section):
     """Decides initial weights, connections, order, dropout and rounding."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model is trained; ``cuda`` needs a device and kernels built for it (`xmlc info`)."""
+    storage: Literal["memory", "disk"] = "memory"
+    """Of the sparse output layer's weights, connections and optimizer state. disk: scratch files in the run
+    folder, read ahead and written back in blocks of labels; the same bits, slower. Not on a CUDA device."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of the native kernels and of torch; 0 takes torch's own number."""
     deterministic: bool = False
@@ -372,6 +375,13 @@ class Config(Section):
             raise ValueError("encoder_optimizer.kind must be sgd, momentum or adam, found label_adam")
         if self.data.skip_filter_pairs and self.model.output != "sparse":
             raise ValueError(f"data.skip_filter_pairs needs output = sparse, found {self.model.output}")
+        if self.training.storage == "disk":
+            if self.model.output != "sparse":
+                raise ValueError(f"training.storage = disk needs output = sparse, found {self.model.output}")
+            if self.training.device != "cpu":
+                raise ValueError(
+                    f"training.storage = disk needs training.device = cpu, found {self.training.device}"
+                )
         if self.similarity.used and self.model.output != "sparse":
             raise ValueError(f"similarity needs model.output = sparse, found {self.model.output}")
         return self

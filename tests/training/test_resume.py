@@ -334,6 +334,7 @@ def test_a_changed_setting_is_refused_by_key(
         ("training", "epochs", 2),
         ("training", "epochs", 10),
         ("training", "threads", 1),
+        ("training", "storage", "disk"),
         ("training", "clip_norm", 0.5),
         ("training", "patience", 1),
         ("training", "on_divergence", "lower_rate"),
@@ -352,7 +353,7 @@ def test_what_may_change_changes_and_is_kept(
     assert load_config(stopped / "config.toml") == problems.config(**{section: {key: value}})
     last = runs.metrics(stopped)[-1]["epoch"]
     assert last == (value if key == "epochs" else last if key == "patience" else 8)
-    if key == "checkpoint_seconds":  # what has no say in the numbers changes no bit
+    if key in ("checkpoint_seconds", "storage"):  # what has no say in the numbers changes no bit
         runs.assert_same_metrics_and_tensors(stopped, train(problems.dataset(), "whole"))
 
 

@@ -247,6 +247,7 @@ def restore(path: Path) -> Predictor:
             config,
             problem,
             text_encoder.transformer if text_encoder is not None and config.encoder.trained else None,
+            path.parent.parent,
         )
         for name, tensor in model.tensors().items():
             reader.read_into(f"model.{name}", tensor)

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from xmlc.nn.direct import DirectConnections
 from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop, drop_features
 from xmlc.nn.output_layer import DenseOutput, OutputLayer, SparseOutput
 from xmlc.nn.penultimate import PenultimateLayer
+from xmlc.nn.scratch import ScratchFiles, Zeros, in_memory
 from xmlc.nn.similarity import Similarity
 from xmlc.nn.transformer import TransformerEncoder
 from xmlc.ops import LogitOffsets
@@ -60,6 +62,10 @@ class Problem:
         return {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
 
 
+ON_DISK = frozenset({"output.indices", "output.weight"})
+"""Weights that ``training.storage = "disk"`` keeps out of memory, and with them the optimizer's state."""
+
+
 def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight by its name in `Model.tensors`, without making any."""
     model = config.model
@@ -86,10 +92,14 @@ def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]
 def check_memory(config: Config, problem: Problem) -> None:
     """Check that this machine has the memory for the weights alone, as they are drawn in float32.
 
+    Those on the disk need none.
+
     Raises:
         ConfigError: It has not.
     """
     shapes = weight_shapes(config, problem)
+    if config.training.storage == "disk":
+        shapes = {name: shape for name, shape in shapes.items() if name not in ON_DISK}
     needed_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed_bytes > memory_bytes:
@@ -112,9 +122,16 @@ class Model:
     """Encoder -> penultimate layer -> output layer; without a penultimate layer for ``output = "dense"``."""
 
     def __init__(
-        self, config: Config, problem: Problem, transformer: TransformerEncoder | None = None
+        self,
+        config: Config,
+        problem: Problem,
+        transformer: TransformerEncoder | None = None,
+        scratch: Path | None = None,
     ) -> None:
-        """Draw the weights; a ``transformer`` that is trained brings its own."""
+        """Draw the weights; a ``transformer`` that is trained brings its own.
+
+        ``scratch`` is the folder for the files of ``training.storage = "disk"``.
+        """
         check_memory(config, problem)
         self.config = config
         self.problem = problem
@@ -147,6 +164,7 @@ class Model:
                 config.training.seed,
                 generator,
                 _direct_connections(config, problem),
+                _zeros(config, scratch),
             )
         else:
             self.output = DenseOutput(
@@ -225,6 +243,14 @@ def _direct_connections(config: Config, problem: Problem) -> DirectConnections |
             "model.direct_fan_in: needs texts or sparse features, found dense ones; set it to 0"
         )
     return DirectConnections(problem.label_count, problem.words, fan_in, config.output_optimizer)
+
+
+def _zeros(config: Config, scratch: Path | None) -> Zeros:
+    """Return what makes the sparse output layer's tensors."""
+    if config.training.storage == "memory":
+        return in_memory
+    assert scratch is not None, "who trains or loads a model names the folder"
+    return ScratchFiles(scratch, config.training.threads or torch.get_num_threads()).zeros
 
 
 def _initial_bias(config: Config, problem: Problem) -> Tensor:

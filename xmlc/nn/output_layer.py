@@ -13,6 +13,7 @@ from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, Redistribution
 from xmlc.data.rows import CsrRows
 from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
+from xmlc.nn.scratch import Zeros, in_memory
 from xmlc.ops import (
     LOSSES,
     LogitOffsets,
@@ -24,8 +25,9 @@ from xmlc.ops import (
     sparse_linear,
     top_labels,
 )
+from xmlc.ops.checks import groups
 from xmlc.ops.float8 import SCALE_LABELS, new_scale, scales
-from xmlc.sparsity import draw_connections
+from xmlc.sparsity import draw_connections, index_dtype
 
 LABELS_DRAWN_AT_ONCE = 1 << 16
 """Labels whose initial weights are drawn in float32 before they are kept in another type; whole scales."""
@@ -113,8 +115,11 @@ class SparseOutput:
         seed: int,
         generator: torch.Generator,
         direct: DirectConnections | None = None,
+        zeros: Zeros = in_memory,
     ) -> None:
+        """Make weights, connections and state, where ``zeros`` puts them, and draw the first two."""
         self.label = label
+        self.zeros = zeros  # kept: its end would be that of the thread that looks after its files
         self.direct = direct
         self.input = model.width
         self.group_size = model.group_size
@@ -123,13 +128,16 @@ class SparseOutput:
         self.optimizer = optimizer
         self.seed = seed
         dtype: torch.dtype = getattr(torch, model.weight_dtype)
-        self.weight = torch.zeros(label, model.fan_in, dtype=dtype)
+        self.weight = zeros((label, model.fan_in), dtype)
         self.weight_scale = new_scale(label, dtype)
-        self.indices = draw_connections(self.weight, model.width, model.group_size, seed, self.weight_scale)
+        self.indices = zeros((groups(label, model.group_size), model.fan_in), index_dtype(model.width))
+        draw_connections(
+            self.weight, self.indices, model.width, model.group_size, seed, self.weight_scale
+        )
         _draw_weight(self.weight, self.weight_scale, model, generator)
         self.bias = bias
         self.positive_weight = positive_weight
-        self.state = OptimizerState.zeros(optimizer.kind, label, model.fan_in)
+        self.state = _state_of(optimizer.kind, label, model.fan_in, zeros)
 
     def step(
         self,
@@ -503,6 +511,13 @@ class _NormalisedLoss:
             gradient[rows, columns] = 0.0
         gradient[rows, columns] += self.logit_gradient[pairs]
         return gradient
+
+
+def _state_of(kind: str, label: int, fan_in: int, zeros: Zeros) -> OptimizerState:
+    """Return the optimizer's state before the first step, where ``zeros`` puts it."""
+    with torch.device("meta"):
+        absent = OptimizerState.zeros(kind, label, fan_in).tensors()
+    return OptimizerState(**{name: zeros(tuple(like.shape), like.dtype) for name, like in absent.items()})
 
 
 def _draw_weight(

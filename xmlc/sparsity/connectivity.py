@@ -42,19 +42,27 @@ def random_connectivity(label: int, input: int, fan_in: int, group_size: int, se
         raise ConfigError(f"connectivity: group_size must be one of {GROUP_SIZES}, found {group_size}")
     if input > MOST_INPUTS[torch.int32]:
         raise ConfigError(f"connectivity: input must be at most {MOST_INPUTS[torch.int32]}, found {input}")
-    weight = torch.zeros(groups(label, group_size), fan_in, dtype=torch.bfloat16)
-    return draw_connections(weight, input, 1, seed)
+    group = groups(label, group_size)
+    weight = torch.zeros(group, fan_in, dtype=torch.bfloat16)
+    indices = torch.empty(group, fan_in, dtype=index_dtype(input))
+    draw_connections(weight, indices, input, 1, seed)
+    return indices
 
 
 def draw_connections(
-    weight: Tensor, input: int, group_size: int, seed: int, weight_scale: Tensor | None = None
-) -> Tensor:
-    """Draw the connections of a layer that has its weights [label, fan_in] (see `random_connectivity`).
+    weight: Tensor,
+    indices: Tensor,
+    input: int,
+    group_size: int,
+    seed: int,
+    weight_scale: Tensor | None = None,
+) -> None:
+    """Draw the connections, [group, fan_in], of a layer that has its weights [label, fan_in], in place.
 
-    The weights stay as they are: reading them saves making others, as large as the layer, for the draw.
+    The weights stay as they are: reading them saves making others, as large as the layer, for the draw. See
+    `random_connectivity`.
     """
-    group = groups(weight.shape[0], group_size)
-    indices = torch.arange(weight.shape[1], dtype=torch.int32).to(index_dtype(input)).repeat(group, 1)
+    indices.copy_(torch.arange(weight.shape[1], dtype=torch.int32).to(indices.dtype))
     # Redistributing all connections of any valid layer draws each group's inputs without replacement.
     redistribute(
         weight,
@@ -66,7 +74,6 @@ def draw_connections(
         seed=seed,
         weight_scale=weight_scale,
     )
-    return indices
 
 
 @dataclass(frozen=True)

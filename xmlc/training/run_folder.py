@@ -48,6 +48,7 @@ CHANGEABLE = frozenset(
         "encoder_optimizer.learning_rate",
         "training.epochs",
         "training.threads",
+        "training.storage",
         "training.clip_norm",
         "training.patience",
         "training.on_divergence",

@@ -88,6 +88,7 @@ class Trainer:
             config,
             prepared.problem,
             encoder.transformer if encoder is not None and config.encoder.trained else None,
+            folder.path,
         )
         self._connect()
         self.model.move(torch.device(config.training.device))
