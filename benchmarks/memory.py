@@ -239,11 +239,11 @@ def work(job: dict[str, Any]) -> None:
         evaluate_run(job["run"], job["data"], deciles=True)
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
+def append(path: Path, row: dict[str, Any], fields: tuple[str, ...] = FIELDS) -> None:
     """Append one row."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)

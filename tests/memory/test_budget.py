@@ -100,6 +100,19 @@ def test_the_refusal_names_what_would_do_and_what_takes_the_most() -> None:
     assert fit(config(), PROBLEM, BATCHES, smallest).changes
 
 
+def test_the_refusal_names_the_disk_where_the_layer_may_lie_there() -> None:
+    found = re.search(
+        r"or set training.storage = disk .slower., which would need ([0-9.]+) MiB", _refusal(config())
+    )
+    assert found is not None
+    smallest = int((float(found[1]) + 0.1) * 2**20)
+    assert fit(config("training.storage=disk"), PROBLEM, BATCHES, smallest).changes
+    with pytest.raises(BudgetError):
+        fit(config(), PROBLEM, BATCHES, smallest)
+    for refused in ("training.storage=disk", "model.output=dense", "training.device=cuda"):
+        assert "training.storage" not in _refusal(config(refused))
+
+
 @pytest.mark.parametrize(
     ("limited", "advice"),
     [

@@ -86,6 +86,22 @@ def test_a_plan_by_hand() -> None:
     assert planned.peak_bytes == max(planned.bytes(phase) for phase in PHASES)
 
 
+def test_what_lies_on_the_disk_is_not_counted() -> None:
+    sections = {"model": {"width": 4096, "direct_fan_in": 0}, "output_optimizer": {"kind": "adam"}}
+    memory = amazon(**sections)
+    disk = amazon(**sections, training={"storage": "disk"})
+    assert {term.name for term in disk.mapped} == {
+        "output.indices",
+        "output.weight",
+        *(f"output.state.{name}" for name in ("weight_first", "weight_second", "bias_first", "bias_second")),
+    }
+    assert memory.mapped == ()
+    assert sorted((*disk.held, *disk.mapped), key=str) == sorted(memory.held, key=str)
+    size = sum(term.bytes for term in disk.mapped)
+    for phase in PHASES:
+        assert memory.bytes(phase) - disk.bytes(phase) == size
+
+
 def test_wide_layers_have_wider_indices() -> None:
     [indices] = [term for term in amazon(model={"width": 65_537}).held if term.name == "output.indices"]
     assert indices.bytes == 670_091 * problems.config().model.fan_in * 4

@@ -37,8 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a page and a thread that never rests: small layers are dropped and read again as well."""
     monkeypatch.setattr(scratch, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(scratch, "SPARE_BLOCKS", 0)
-    monkeypatch.setattr(scratch, "BUSY_SECONDS", 1e-4)
-    monkeypatch.setattr(scratch, "IDLE_SECONDS", 1e-4)
+    monkeypatch.setattr(scratch, "LOOK_SECONDS", 1e-4)
 
 
 def data_of(run: Path) -> dict[str, bytes]:
@@ -133,7 +132,9 @@ def test_a_full_disk_is_told_and_a_run_may_begin_there_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(CheckpointError, match="bytes of room there .* No space left on device; free space"):
+        with pytest.raises(
+            CheckpointError, match=r"bytes of room there .* No space left on device; free space"
+        ):
             train(problems.dataset(), training=DISK)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     train(problems.dataset(), training={"epochs": 1} | DISK)

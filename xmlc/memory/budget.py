@@ -94,8 +94,16 @@ def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int
         f"memory: the budget must leave at least {mebibytes(needed_bytes(planned))} for the run, the least "
         f"that the planner knows for this data ({shrunk}), found {mebibytes(available_bytes)}; the most is "
         f"{planned.binding.name} with {mebibytes(planned.binding.bytes)} in {planned.peak_phase}; "
-        "raise the budget, or lower hidden or the features"
+        f"raise the budget, or lower hidden or the features{_disk_instead(candidate, problem, batches)}"
     )
+
+
+def _disk_instead(config: Config, problem: Problem, batches: Batches) -> str:
+    """Say what the smallest settings would need with the output layer on the disk, which is never chosen."""
+    if (config.model.output, config.training.storage, config.training.device) != ("sparse", "memory", "cpu"):
+        return ""
+    needed = needed_bytes(plan(_with(config, "training", "storage", "disk"), problem, batches))
+    return f", or set training.storage = disk (slower), which would need {mebibytes(needed)}"
 
 
 def _grown(config: Config, shrunk: Config, fits: Callable[[Config], bool]) -> Config:

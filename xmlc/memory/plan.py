@@ -17,7 +17,7 @@ from xmlc.config import Config
 from xmlc.errors import ConfigError
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.nn.dense import BLOCK_BYTES
-from xmlc.nn.model import Problem, weight_shapes
+from xmlc.nn.model import ON_DISK, Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE
 from xmlc.nn.similarity import INSTANCES_AT_ONCE
 from xmlc.ops import OptimizerState, checks
@@ -69,6 +69,8 @@ class Plan:
 
     held: tuple[Term, ...]
     added: dict[Phase, tuple[Term, ...]]
+    mapped: tuple[Term, ...] = ()
+    """What lies on the disk (``training.storage``): its pages come and go, and are not counted."""
 
     def terms(self, phase: Phase) -> tuple[Term, ...]:
         """Return all that is held at the peak of a phase."""
@@ -115,8 +117,10 @@ def check_plannable(config: Config) -> None:
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     """Plan a run on the CPU. The problem's ``label_instances`` are not read: their number counts."""
     sizes = _Sizes(config, problem, batches)
+    held = (*_weights(sizes), *_optimizer_state(sizes), *_statistics(sizes))
+    mapped = tuple(filter(_may_be_mapped, held)) if config.training.storage == "disk" else ()
     return Plan(
-        (*_weights(sizes), *_optimizer_state(sizes), *_statistics(sizes)),
+        tuple(term for term in held if term not in mapped),
         {
             "load": tuple(_load(sizes)),
             "forward": tuple(_forward(sizes, sizes.batch)),
@@ -126,7 +130,12 @@ def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
             "validation": tuple(_validation(sizes)),
             "checkpoint": (),
         },
+        mapped,
     )
+
+
+def _may_be_mapped(term: Term) -> bool:
+    return term.name in ON_DISK or term.name.startswith("output.state.")
 
 
 class _Sizes:

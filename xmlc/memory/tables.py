@@ -19,12 +19,18 @@ def plan_table(plan: Plan, explain: bool) -> str:
     if explain:
         lines += ["", "held throughout"]
         lines += _terms(plan.held)
+        if plan.mapped:
+            lines += ["", "on the disk, not counted"]
+            lines += _terms(plan.mapped)
     binding = plan.binding
     lines += [
         "",
         f"peak {mebibytes(plan.peak_bytes)} in {plan.peak_phase}; the largest part is {binding.name}, "
         f"{mebibytes(binding.bytes)}",
     ]
+    if plan.mapped:
+        size = sum(term.bytes for term in plan.mapped)
+        lines.append(f"beside {mebibytes(size)} on the disk (training.storage)")
     return "\n".join(lines)
 
 

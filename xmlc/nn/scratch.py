@@ -4,12 +4,11 @@ A tensor is a shared mapping of a file, so to every op it is a tensor like any o
 from one in memory. Whatever passes over the output layer (steps, ranking, redistribution, checkpoints) does
 so by rising label, each thread over a share of its own. A thread watches which blocks the process has in use:
 where a block comes into use, the one after it is read meanwhile; the block that came into use longest ago is
-given to the disk and dropped. To drop what is in use after all costs time, never content.
+dropped, and written back by the kernel. To drop what is in use after all costs time, never content.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -17,7 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -34,13 +33,13 @@ BLOCK_BYTES, MOST_BLOCKS = 4 << 20, 128
 """Least bytes of a block, and the most blocks of a tensor: to look at one takes a microsecond."""
 SPARE_BLOCKS = 2
 """Blocks of a tensor that stay in use beside one for each thread."""
-BUSY_SECONDS, IDLE_SECONDS = 0.003, 0.02
-"""Between two looks, while blocks come into use and while none does."""
+LOOK_SECONDS = 0.002
+"""Between two looks at how much of files is in use; blocks are looked at where that has changed."""
 
+_STATM = Path("/proc/self/statm")
 _PAGEMAP = Path("/proc/self/pagemap")
 _IN_USE = 1 << 63  # of an entry: the process has the page in its page table
 _READ_AT_ONCE = 128 << 10  # the kernel cuts what is asked for in one piece to what it reads ahead by itself
-_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of Linux
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -49,7 +48,7 @@ def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class ScratchFiles:
-    """Makes tensors that lie in files which no name leads to: they are gone with the process, however it ends.
+    """Makes tensors that lie in files without a name: they are gone with the process, however it ends.
 
     Args:
         folder: Where the files lie; a disk with room, not a file system in memory.
@@ -111,15 +110,16 @@ class _MappedFile:
         self.first_page = address // mmap.PAGESIZE
         self.in_use: list[int] = []  # blocks, in the order in which they came into use
 
-    def look(self, pages: IO[bytes], kept: int) -> bool:
-        """Note the blocks that came into use, read ahead and drop; return whether any came."""
-        came = [block for block in range(self.blocks) if block not in self.in_use and self._used(pages, block)]
+    def look(self, pages: IO[bytes], kept: int) -> None:
+        """Note the blocks that came into use, read ahead and drop."""
+        came = [
+            block for block in range(self.blocks) if block not in self.in_use and self._used(pages, block)
+        ]
         for block in came:
             self.in_use.append(block)
             self._read_ahead((block + 1) % self.blocks)  # behind the last one the next pass begins
         while len(self.in_use) > kept:
             self._drop(self.in_use.pop(0))
-        return bool(came)
 
     def _used(self, pages: IO[bytes], block: int) -> bool:
         # Its last page: the kernel maps pages around the one that is asked for, also of the block before.
@@ -138,20 +138,24 @@ class _MappedFile:
             os.posix_fadvise(self.file.fileno(), start, _READ_AT_ONCE, os.POSIX_FADV_WILLNEED)
 
     def _drop(self, block: int) -> None:
-        start, size = block * self.block, self._end(block) - block * self.block
-        self.mapped.madvise(mmap.MADV_DONTNEED, start, size)
-        with suppress(AttributeError):  # of a C library without it: the kernel writes when it needs the room
-            ctypes.CDLL(None).sync_file_range(
-                self.file.fileno(), ctypes.c_int64(start), ctypes.c_int64(size), _START_WRITING
-            )
+        # What was changed stays with the kernel, which writes it when it is old or the room is wanted. To ask
+        # for that at once makes this thread wait for the disk, and whoever changes the block in the next step.
+        self.mapped.madvise(mmap.MADV_DONTNEED, block * self.block, self._end(block) - block * self.block)
+
+
+def _of_files(sizes: IO[bytes]) -> int:
+    """Return how many bytes of files the process has in use."""
+    return int(os.pread(sizes.fileno(), 128, 0).split()[2]) * mmap.PAGESIZE
 
 
 def _page(files: list[_MappedFile], pages: IO[bytes], kept: int, ended: threading.Event) -> None:
     """Look after the files until the end."""
-    seconds = IDLE_SECONDS
-    with pages:
-        while not ended.wait(seconds):
-            came = [file.look(pages, kept) for file in files]
-            seconds = BUSY_SECONDS if any(came) else min(2.0 * seconds, IDLE_SECONDS)
+    with pages, _STATM.open("rb", buffering=0) as sizes:
+        before = 0
+        while not ended.wait(LOOK_SECONDS):
+            if abs(_of_files(sizes) - before) >= BLOCK_BYTES // 2:
+                for file in files:
+                    file.look(pages, kept)
+                before = _of_files(sizes)
     for file in files:
         file.file.close()

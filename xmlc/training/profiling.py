@@ -150,6 +150,7 @@ def as_json(found: Profile, explain: bool) -> dict[str, Any]:
         "needed_bytes": needed_bytes(planned),
         "binding": asdict(planned.binding),
         "phases": {phase: planned.bytes(phase) for phase in PHASES},
+        "disk_bytes": sum(term.bytes for term in planned.mapped),
         "settings": found.config.model_dump(mode="json"),
     }
     if explain:
