@@ -138,8 +138,8 @@ class _MappedFile:
             os.posix_fadvise(self.file.fileno(), start, _READ_AT_ONCE, os.POSIX_FADV_WILLNEED)
 
     def _drop(self, block: int) -> None:
-        # What was changed stays with the kernel, which writes it when it is old or the room is wanted. To ask
-        # for that at once makes this thread wait for the disk, and whoever changes the block in the next step.
+        # What was changed stays with the kernel, which writes it when it is old or the room is wanted. To
+        # ask for that at once makes this thread wait for the disk, and the next step for the block.
         self.mapped.madvise(mmap.MADV_DONTNEED, block * self.block, self._end(block) - block * self.block)
 
 
