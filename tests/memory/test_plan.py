@@ -71,6 +71,7 @@ def test_a_plan_by_hand() -> None:
         "output.weight": 670_091 * 32 * 2,
         "output.bias": 670_091 * 4,
         "label_instances": 670_091 * 8,
+        "rows of the instances, and their order": 2 * 490_449 * 8,
         "inverse_propensity": 670_091 * 8,
     }
     added = {term.name: term.bytes for term in planned.added["output_step"]}

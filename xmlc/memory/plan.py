@@ -210,6 +210,8 @@ def _optimizer_state(s: _Sizes) -> Iterator[Term]:
 
 def _statistics(s: _Sizes) -> Iterator[Term]:
     yield Term("label_instances", "statistics", *_of_shape((s.label,), 8))
+    size, formula = _of_shape((s.problem.instances,), 8)
+    yield Term("rows of the instances, and their order", "statistics", 2 * size, f"2 * {formula}")
     yield Term("inverse_propensity", "statistics", *_of_shape((s.label,), 8), at_load=_weighted(s))
     if _weighted(s) or s.config.loss.positive_weight != 1.0:
         yield Term("positive_weight", "statistics", *_of_shape((s.label,), 4))

@@ -120,7 +120,7 @@ def prepare(
             instances=split.instances,
             propensity_a=dataset.propensity_a,
             propensity_b=dataset.propensity_b,
-            label_instances=np.bincount(split.labels.indices, minlength=dataset.label_count),
+            label_instances=_instances_of(split.labels),
             word_count=0 if words is None else words.columns,
         ),
         train=BatchStream(
@@ -133,6 +133,17 @@ def prepare(
         direct=direct,
         similarity=similarity,
     )
+
+
+def _instances_of(labels: CsrRows) -> Int64:
+    """Return the instances of every label, [label]; by blocks, since NumPy counts a copy in int64."""
+    counts = np.zeros(labels.columns, np.int64)
+    for first in range(0, len(labels.indices), step := max(_ENTRIES_AT_ONCE, labels.columns)):
+        counts += np.bincount(labels.indices[first : first + step], minlength=labels.columns)
+    return counts
+
+
+_ENTRIES_AT_ONCE = 1 << 20
 
 
 def batches_of(prepared: Prepared) -> Batches:
