@@ -1,4 +1,4 @@
-"""A training set larger than the memory that a run may have: what it needs of it comes from the mapped files."""
+"""A training set larger than the memory of a run: what it needs of it comes from the mapped files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ else:
     texts = TextColumn(arrays["offsets"], arrays["texts"])
 truth = CsrRows(arrays["label_offsets"], arrays["labels"], None, int(labels))
 columns = {"dense": 600, "sparse": 3000, "text": 0}[kind]
-dataset = Dataset("large", kind, Split(truth, features, texts), None, int(labels), columns, fingerprint="large")
+split = Split(truth, features, texts)
+dataset = Dataset("large", kind, split, None, int(labels), columns, fingerprint="large")
 config = load_config(None, ["training.threads=1", *settings])
 if kind == "text":
     prepare(dataset, config)  # makes the features' store
