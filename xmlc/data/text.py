@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
-from sklearn.feature_extraction.text import CountVectorizer
 
 from xmlc.config import TextConfig
 from xmlc.data.rows import CsrRows, Float32, TextColumn, concatenate_rows, unit_length
 from xmlc.errors import DataError
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import CountVectorizer
 
 # Every run of letters, digits and underscores is a word, single characters too: in a title "C" or "5" may be
 # the very thing that it is about.
@@ -156,6 +158,9 @@ def _block_names(config: TextConfig) -> tuple[str, ...]:
 
 
 def _counter(name: str, config: TextConfig, vocabulary: dict[str, int] | None) -> CountVectorizer:
+    # Imported here: it takes 40 MB, which runs on features need not have.
+    from sklearn.feature_extraction.text import CountVectorizer
+
     if name == "words":
         return CountVectorizer(
             token_pattern=_WORD, ngram_range=config.word_ngrams, vocabulary=vocabulary, dtype=np.int32

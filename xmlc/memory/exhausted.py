@@ -102,9 +102,11 @@ def _advice(run: Facts, allowed: int, limited: bool) -> str:
     except BudgetError as error:
         return str(error).removeprefix("memory: ")
     if not fitting.changes and limited:
+        now = usage()
         return (
-            "the plan says that it would fit, but a hard limit counts address space, touched or not: raise "
-            "the budget by 64 MiB or more, or do not enforce it"
+            "the plan says that it would fit, but a hard limit counts address space, of which this process "
+            f"has {mebibytes(now.data - now.anonymous)} untouched (stacks, buffers of libraries): raise the "
+            "budget by as much at most, or do not enforce it"
         )
     if not fitting.changes:
         return "the plan says that it would fit: close other programs, or see xmlc profile --measure"

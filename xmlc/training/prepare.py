@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from xmlc.data import Dataset
 from xmlc.data.batches import BatchStream, Column, holdout
 from xmlc.data.dataset import Features, feature_columns
 from xmlc.data.features import TextFeatures, open_text_features
-from xmlc.data.pretrained import no_texts
+from xmlc.data.pretrained import no_texts, transformers
 from xmlc.data.rows import CsrRows, Int64, concatenate_rows
 from xmlc.data.text import TextVectorizer
 from xmlc.data.tokens import open_tokens
@@ -68,7 +69,7 @@ def prepare(
         split.instances, 0.0 if training.paper_protocol else config.data.validation_fraction, training.seed
     )
     documents = _label_documents(dataset) if config.data.label_documents else None
-    use_words = config.model.direct_fan_in > 0 or config.similarity.used
+    use_words = _uses_words(config)
     if use_words and dataset.kind == "dense":
         raise ConfigError(
             f"{dataset.name}: model.direct_fan_in and similarity need texts or sparse features, found dense "
@@ -133,6 +134,20 @@ def prepare(
         direct=direct,
         similarity=similarity,
     )
+
+
+def import_libraries(dataset: Dataset, config: Config) -> None:
+    """Import what `prepare` will, so that it counts as the process's own and not as what the run takes."""
+    transformer = config.encoder.kind == "transformer"
+    if transformer:
+        transformers()
+    if dataset.kind == "text" and (not transformer or _uses_words(config)):
+        import_module("sklearn.feature_extraction.text")
+
+
+def _uses_words(config: Config) -> bool:
+    """Return whether the model sees words beside what its encoder reads."""
+    return config.model.direct_fan_in > 0 or config.similarity.used
 
 
 def _instances_of(labels: CsrRows) -> Int64:

@@ -21,7 +21,7 @@ from xmlc.memory.process import hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
 from xmlc.nn import Problem
 from xmlc.training.measure import Measured, batches_to_measure, measure
-from xmlc.training.prepare import batches_of, prepare
+from xmlc.training.prepare import batches_of, import_libraries, prepare
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def profile(
         source = recipe_of(dataset.source, dataset.name)
     settings = load_config(source, overrides, preset or "default")
     check_plannable(settings)
+    if dataset is not None:
+        import_libraries(dataset, settings)
     available = None if budget is None else parse_bytes(budget) - usage().anonymous
     if isinstance(data, Sizes):
         problem, batches = _problem(data), _batches(data)

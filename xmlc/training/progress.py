@@ -12,16 +12,25 @@ from tqdm import tqdm
 from xmlc.data.batches import Batch
 
 T = TypeVar("T")
+
+
+class Bar(tqdm):
+    """A progress bar without the thread that watches for slow ones, whose stack would count under a limit."""
+
+    monitor_interval = 0
+
+
 _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
-def bar(total: int, description: str, initial: int = 0) -> tqdm:
+def bar(total: int, description: str, initial: int = 0) -> Bar:
     """Return a progress bar over batches."""
-    return tqdm(
+    return Bar(
         total=total,
         initial=initial,
         desc=description,
         unit="batch",
+        miniters=1,
         file=sys.stderr,
         disable=not sys.stderr.isatty(),
         dynamic_ncols=True,

@@ -55,7 +55,9 @@ def _dense_update(
             gradient = model.penultimate.preactivation_gradient_(features, gradient)
             hidden_gradient = model.penultimate.hidden_gradient(gradient)
     if hidden.requires_grad:
-        hidden.backward(hidden_gradient)
+        # As hidden.backward(hidden_gradient), bit by bit; but for a gradient that it is given torch imports
+        # symbolic shapes, 35 MB that nothing uses.
+        (hidden * hidden_gradient).sum().backward()
     with torch.no_grad():
         if clip_norm > 0.0:
             factor = _clip_factor(model, hidden, gradient, clip_norm)

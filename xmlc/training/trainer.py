@@ -38,7 +38,7 @@ from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
-from xmlc.training.prepare import Prepared, batches_of, prepare
+from xmlc.training.prepare import Prepared, batches_of, import_libraries, prepare
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
@@ -529,6 +529,7 @@ def train_into(
             run.check_empty()
         if budget_bytes is not None or dataset.label_count * config.model.fan_in >= MANY_CONNECTIONS:
             return_large_blocks()
+        import_libraries(dataset, config)
         start = usage()
         threads = config.training.threads or torch.get_num_threads()
         torch.set_num_threads(1 if config.training.deterministic else threads)
