@@ -291,9 +291,12 @@ def test_a_damaged_line_of_metrics(xmlc: Xmlc, home: Path, tmp_path: Path) -> No
 
 
 def test_a_place_for_the_report_that_cannot_be(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
-    line = refused(xmlc("report", home / "dense run", "--out", tmp_path / "none" / "report.html"))
-    assert f"{tmp_path / 'none' / 'report.html'}: must be writable, found: " in line
-    assert "No such file or directory" in line
+    place = tmp_path / "none" / "report.html"
+    for command in (
+        ("report", home / "dense run", "--out", place),
+        ("profile", "--labels", 9, "--html", place),
+    ):
+        assert f"{place}: the report must lie in a folder, found no {place.parent}" in refused(xmlc(*command))
 
 
 # ---- data ------------------------------------------------------------------------------------------------

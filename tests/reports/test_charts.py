@@ -23,6 +23,7 @@ from xmlc.reports.charts import (
     LineChart,
     PointChart,
     Series,
+    SpanChart,
     tick_step,
 )
 
@@ -175,3 +176,36 @@ def test_named_points_stand_where_their_values_are() -> None:
     assert titles(chart)[0] == "ours & <more>, MB 1000: 40"
     colours = [path.get("fill") for path in root.iter(f"{SVG}path") if path.find(f"{SVG}title") is not None]
     assert colours[0] != colours[1] == colours[2]
+
+
+def spans(**options: object) -> SpanChart:
+    layers = (Series("a", ((0, 1.0), (1, 2.0))), Series("b", ((0, 3.0), (1, 0.0))))
+    return SpanChart("MiB", ("load", "step"), layers, **options)  # type: ignore[arg-type]
+
+
+def test_layers_of_spans_stand_on_each_other_without_gaps() -> None:
+    room = (LEGEND - LEFT) / 2
+    (top, height, left), (_, second_height, second_left), *others = rectangles(spans())
+    assert (left, second_left) == (LEFT, LEFT + room)
+    assert top + height == pytest.approx(BOTTOM, abs=0.2)
+    assert second_height == pytest.approx(2 * height, abs=0.2)
+    assert others[0][0] + others[0][1] == pytest.approx(top, abs=0.2)
+    assert "step, a: 2" in titles(spans())
+
+
+def test_lines_over_spans_are_level_at_their_values_and_fit_the_axis() -> None:
+    chart = spans(lines=(Series("process", ((0, 8.0), (1, 4.0))),))
+    moves = curve(chart).split("M")[1:]
+    heights = [float(move.split()[1].split("h")[0]) for move in moves]
+    assert heights == pytest.approx(
+        [TOP + (BOTTOM - TOP) * (1 - value / 8.0) for value in (8.0, 4.0)], abs=0.1
+    )
+    assert "process: load 8, step 4" in titles(chart)
+
+
+def test_names_that_would_overlap_stand_slanted() -> None:
+    short = BarChart("phase", "MiB", ("a", "b"), (Series("x", ((0, 1.0), (1, 1.0))),))
+    long = BarChart("phase", "MiB", ("output_step",) * 9, (Series("x", ((0, 1.0),)),))
+    assert "rotate(-40)" not in short.svg("")
+    assert long.svg("").count("rotate(-40)") == 9
+    assert texts(long).count("output_step") == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,23 +21,27 @@ SHAPES = [
 ]
 
 
-def profile(shape: str) -> subprocess.CompletedProcess[str]:
+def profile(shape: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "xmlc.cli", "profile"]
     threads = ["--set", "training.threads=1"]
     return subprocess.run(
-        [*command, *shape.split(), *threads, "--check", "--json"], capture_output=True, text=True
+        [*command, *shape.split(), *threads, *options, "--check", "--json"], capture_output=True, text=True
     )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_plan_holds(shape: str) -> None:
-    done = profile(shape)
+def test_the_plan_holds(shape: str, tmp_path: Path) -> None:
+    page = tmp_path / "memory.html"
+    done = profile(shape, "--html", str(page))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Memory over the run" in page.read_text()
     found = json.loads(done.stdout)
     phases = {phase["phase"]: phase for phase in found["measured"]}
     assert {"load", "forward", "output_step", "dense_update", "validation", "checkpoint"} <= phases.keys()
     for phase in phases.values():
         # A plan that is far off would also be far from what torch's allocator says.
+        passes = [span for span in found["timeline"] if span["phase"] == phase["phase"]]
+        assert max(span["process"] for span in passes) == phase["process"]
         assert 0.8 * phase["planned"] - (8 << 20) < phase["tracked"] <= phase["process"] + (8 << 20)
 
 

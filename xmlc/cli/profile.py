@@ -36,6 +36,7 @@ _SIZE = click.IntRange(1, _MOST)
 @click.option("--budget", metavar="SIZE", help="Memory to fit settings into, e.g. 4GiB.")
 @click.option("--enforce", is_flag=True, help="With --measure: make the budget a hard limit.")
 @click.option("--explain", is_flag=True, help="Show every tensor with its formula.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Also write a page with pictures here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     data: str | None,
@@ -56,11 +57,16 @@ def command(
     budget: str | None,
     enforce: bool,
     explain: bool,
+    page: Path | None,
     as_json: bool,
 ) -> None:
     """Say what memory a run on DATA, or on any data of --labels, will take at its peak, phase by phase."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr otherwise
+    from xmlc.reports import check_target, write_profile
     from xmlc.training import profiling
+
+    if page is not None:
+        check_target(page)
 
     source: str | profiling.Sizes
     if data is not None and labels is None:
@@ -81,6 +87,8 @@ def command(
         budget=budget,
         enforce=enforce,
     )
+    if page is not None:
+        write_profile(profiling.as_json(found, explain=True), page)
     if as_json:
         click.echo(json.dumps(profiling.as_json(found, explain), indent=2))
     else:

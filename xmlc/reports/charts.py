@@ -23,6 +23,7 @@ LINES = (
     ("#009E73", "2 3", "triangle"),
     ("#000000", "8 3 2 3", "diamond"),
 )
+OVER = ("#000000", "#D55E00")  # lines over a ramp
 PAIR = ("#0072B2", "#E69F00")  # dark and light
 RAMP = ("#440154", "#443983", "#31688E", "#21918C", "#35B779", "#90D743", "#FDE725")  # viridis
 
@@ -101,10 +102,12 @@ class BarChart:
         up = _Axis(BOTTOM, TOP, *_rounded(0.0, max(heights)))
         across = _Axis(LEFT, LEGEND, -0.5, len(self.categories) - 0.5, whole=True, names=self.categories)
         room = (LEGEND - LEFT) / len(self.categories)
+        slanted = len(self.categories) <= 10 and _LETTER * max(map(len, self.categories)) > room
         beside = 1 if self.stacked else len(self.series)
         width = min(0.8 * room, 70.0) / beside
         edge = "" if room < 4 else ' stroke="#fff" stroke-width="0.7"'
-        parts = [_frame(across, up, self.x, self.y)]
+        parts = [_grid(up, LEGEND), _name_up(self.y)] if slanted else [_frame(across, up, self.x, self.y)]
+        parts += [_slanted(across.at(place), name) for place, name in enumerate(self.categories) if slanted]
         base = [0.0] * len(self.categories)
         for number, series in enumerate(self.series):
             colour = colours[number % len(colours)]
@@ -125,7 +128,7 @@ class BarChart:
             y = TOP + 10 + 22 * row
             parts.append(f'<rect x="{LEGEND + 16}" y="{y - 7}" width="14" height="14" fill="{colour}"/>')
             parts.append(_text(LEGEND + 38, y + 4, series.name))
-        return _svg(label, parts)
+        return _svg(label, parts, HEIGHT + _SLANTED * slanted)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,67 @@ class PointChart:
         return _svg(label, parts)
 
 
-Chart = LineChart | BarChart | PointChart
+@dataclass(frozen=True)
+class SpanChart:
+    """Layers stacked over spans of equal width, one after the other, and lines over them, level in a span."""
+
+    y: str
+    spans: tuple[str, ...]
+    layers: tuple[Series, ...]  # x is the place of the span
+    lines: tuple[Series, ...] = ()
+
+    def svg(self, label: str) -> str:
+        """Return the chart as an ``<svg>`` element; ``label`` names it to screen readers."""
+        base = [0.0] * len(self.spans)
+        for series in self.layers:
+            for place, value in series.points:
+                base[int(place)] += value
+        tops = [*base, *(y for line in self.lines for _, y in line.points)]
+        up = _Axis(BOTTOM, TOP, *_rounded(0.0, max(tops)))
+        room = (LEGEND - LEFT) / len(self.spans)
+        parts = [_grid(up, LEGEND), _name_up(self.y)]
+        base = [0.0] * len(self.spans)
+        for number, series in enumerate(self.layers):
+            colour = RAMP[number % len(RAMP)]
+            for place, value in series.points:
+                below = base[int(place)]
+                base[int(place)] += value
+                top, bottom = up.at(below + value), up.at(below)
+                parts.append(
+                    f'<rect x="{LEFT + room * place:.1f}" y="{top:.1f}" width="{room:.1f}" '
+                    f'height="{bottom - top:.1f}" fill="{colour}">'
+                    f"{_title(f'{self.spans[int(place)]}, {series.name}: {value:.6g}')}</rect>"
+                )
+            y = TOP + 10 + 22 * (len(self.layers) - 1 - number)  # as the stack stands
+            parts.append(f'<rect x="{LEGEND + 16}" y="{y - 7}" width="14" height="14" fill="{colour}"/>')
+            parts.append(_text(LEGEND + 38, y + 4, series.name))
+        for number, series in enumerate(self.lines):
+            colour = OVER[number % len(OVER)]
+            path = "".join(
+                f"M{LEFT + room * place:.1f} {up.at(value):.1f}h{room:.1f}" for place, value in series.points
+            )
+            told = ", ".join(f"{self.spans[int(place)]} {value:.6g}" for place, value in series.points)
+            line = f'stroke="{colour}" stroke-width="2.5"'
+            parts.append(f'<path d="{path}" fill="none" {line}>{_title(f"{series.name}: {told}")}</path>')
+            y = TOP + 10 + 22 * (len(self.layers) + number)
+            parts.append(f'<path d="M{LEGEND + 12} {y}h22" {line}/>')
+            parts.append(_text(LEGEND + 38, y + 4, series.name))
+        for place, name in enumerate(self.spans):
+            x = LEFT + room * (place + 0.5)
+            parts.append(_slanted(x, name))
+        return _svg(label, parts, HEIGHT + _SLANTED)
+
+
+_SLANTED = 40  # more height for names that stand slanted
+_LETTER = 7.5  # about its width
+
+
+def _slanted(x: float, name: str) -> str:
+    place = f"translate({x + 4:.1f} {BOTTOM + 14}) rotate(-40)"
+    return f'<text text-anchor="end" transform="{place}">{escape(name)}</text>'
+
+
+Chart = LineChart | BarChart | PointChart | SpanChart
 
 
 @dataclass(frozen=True)
@@ -218,18 +281,29 @@ def _rounded(low: float, high: float) -> tuple[float, float]:
 
 
 def _frame(across: _Axis, up: _Axis, x: str, y: str) -> str:
-    parts = []
-    for place, text in up.ticks():
-        parts.append(f'<path d="M{LEFT} {place:.1f}H{across.last:.0f}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 8, place + 4, text, "end"))
+    parts = [_grid(up, across.last)]
     for place, text in across.ticks():
         parts.append(f'<path d="M{place:.1f} {BOTTOM}v5" stroke="#1a1a1a"/>')
         parts.append(_text(place, BOTTOM + 20, text, "middle"))
-    parts.append(f'<path d="M{LEFT} {BOTTOM}H{across.last:.0f}" stroke="#1a1a1a"/>')
-    middle = (TOP + BOTTOM) / 2
     parts.append(_text((across.first + across.last) / 2, BOTTOM + 44, x, "middle"))
-    parts.append(f'<g transform="translate(16 {middle:.0f}) rotate(-90)">{_text(0, 0, y, "middle")}</g>')
+    parts.append(_name_up(y))
     return "\n".join(parts)
+
+
+def _grid(up: _Axis, right: float) -> str:
+    """Return the ticks and lines of the vertical axis, and the line at the bottom."""
+    parts = []
+    for place, text in up.ticks():
+        parts.append(f'<path d="M{LEFT} {place:.1f}H{right:.0f}" stroke="#ddd"/>')
+        parts.append(_text(LEFT - 8, place + 4, text, "end"))
+    parts.append(f'<path d="M{LEFT} {BOTTOM}H{right:.0f}" stroke="#1a1a1a"/>')
+    return "\n".join(parts)
+
+
+def _name_up(y: str) -> str:
+    """Return the name of the vertical axis."""
+    middle = (TOP + BOTTOM) / 2
+    return f'<g transform="translate(16 {middle:.0f}) rotate(-90)">{_text(0, 0, y, "middle")}</g>'
 
 
 def _line(dash: str) -> str:
@@ -254,9 +328,9 @@ def _title(text: str) -> str:
     return f"<title>{escape(text)}</title>"
 
 
-def _svg(label: str, parts: Sequence[str]) -> str:
+def _svg(label: str, parts: Sequence[str], height: int = HEIGHT) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{escape(label)}" font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a">'
     )
     return "\n".join([head, *parts, "</svg>"])

@@ -44,34 +44,55 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     """
     file = run / REPORT if out is None else out
     text = page(read_run(run))
-    if file.is_dir():
-        raise CheckpointError(f"{file}: the report must be a file, found a folder; name a file in it")
+    check_target(file)
     write_atomic(file, text.encode("utf-8", "replace"))  # a folder's name may be no Unicode
     return file
+
+
+def check_target(file: Path) -> None:
+    """Check that a report can be a file of this name.
+
+    Raises:
+        CheckpointError: It is a folder, or its own folder is not there.
+    """
+    if file.is_dir():
+        raise CheckpointError(f"{file}: the report must be a file, found a folder; name a file in it")
+    if not file.parent.is_dir():
+        raise CheckpointError(
+            f"{file}: the report must lie in a folder, found no {file.parent}; make it first"
+        )
 
 
 def page(run: Run) -> str:
     """Return the whole page; the same files give the same text."""
     parts = [
+        f"<h1>Run {escape(run.name)}</h1>",
+        tiles(highlights(run)),
+        "<h2>Data set</h2>",
+        facts(data_facts(run)),
+        "<h2>Version and machine</h2>",
+        facts(machine_facts(run)),
+        "<h2>Settings that are not the defaults</h2>",
+        _settings(run),
+        *(figure_html(figure) for figure in figures(run)),
+        *(table_html(table) for table in tables(run)),
+    ]
+    return document(f"{run.name} - xmlc report", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return a page of its parts, each of them HTML."""
+    lines = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(run.name)} - xmlc report</title>",
+        f"<title>{escape(title)}</title>",
         f"<style>{STYLE}</style></head><body>",
-        f"<h1>Run {escape(run.name)}</h1>",
-        _tiles(highlights(run)),
-        "<h2>Data set</h2>",
-        _facts(data_facts(run)),
-        "<h2>Version and machine</h2>",
-        _facts(machine_facts(run)),
-        "<h2>Settings that are not the defaults</h2>",
-        _settings(run),
-        *(_figure(figure) for figure in figures(run)),
-        *(_table(table) for table in tables(run)),
+        *parts,
         f"<footer><p>Written by xmlc {escape(__version__)}.</p></footer>",
         "</body></html>",
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def highlights(run: Run) -> dict[str, str]:
@@ -143,19 +164,28 @@ def changed_settings(settings: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _settings(run: Run) -> str:
-    changed = changed_settings(run.settings)
+    return (
+        settings_html(run.settings)
+        + f"<details><summary>All settings</summary><pre>{escape(run.config)}</pre></details>"
+    )
+
+
+def settings_html(settings: Mapping[str, Any]) -> str:
+    """Return those that are not the defaults as a table."""
+    changed = changed_settings(settings)
     rows = _rows(changed) if changed else ""
     head = "<tr><th>setting</th><th>value</th><th>default</th></tr>"
-    table = f"<table>{head}{rows}</table>" if changed else '<p class="note">None.</p>'
-    return f"{table}<details><summary>All settings</summary><pre>{escape(run.config)}</pre></details>"
+    return f"<table>{head}{rows}</table>" if changed else '<p class="note">None.</p>'
 
 
-def _tiles(values: Mapping[str, str]) -> str:
-    tiles = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
-    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+def tiles(values: Mapping[str, str]) -> str:
+    """Return the few figures that stand out."""
+    boxes = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
+    return f'<dl class="tiles">{"".join(boxes)}</dl>'
 
 
-def _facts(values: Mapping[str, Any]) -> str:
+def facts(values: Mapping[str, Any]) -> str:
+    """Return names and values as a table; those that are None are named below it."""
     known = [(name, _value(value)) for name, value in values.items() if value is not None]
     missing = [name for name, value in values.items() if value is None]
     table = f"<table>{_rows(known)}</table>" if known else ""
@@ -163,7 +193,8 @@ def _facts(values: Mapping[str, Any]) -> str:
     return table + note
 
 
-def _figure(figure: Figure) -> str:
+def figure_html(figure: Figure) -> str:
+    """Return charts with heading and caption."""
     charts = "".join(chart.svg(figure.title) for chart in figure.charts)
     return (
         f"<h2>{escape(figure.title)}</h2><figure>{charts}"
@@ -171,7 +202,8 @@ def _figure(figure: Figure) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
+    """Return a table with its heading."""
     head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
     body = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{_rows(table.rows)}</table></div>'
     if table.folded:

@@ -58,6 +58,18 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class Span:
+    """One pass through a phase, in the order of the run; bytes at its peak, as of `PhaseMemory`."""
+
+    phase: Phase
+    start_seconds: float
+    """Since the run began."""
+    seconds: float
+    tracked: int
+    process: int
+
+
+@dataclass(frozen=True)
 class Measured:
     """A measured run."""
 
@@ -65,6 +77,7 @@ class Measured:
     phases: tuple[PhaseMemory, ...]
     before_bytes: int
     """Anonymous memory of the process before the run: Python, torch, this package."""
+    timeline: tuple[Span, ...]
 
 
 class MemoryWatch(phases.Stopwatch):
@@ -74,8 +87,8 @@ class MemoryWatch(phases.Stopwatch):
         super().__init__()
         self.watch = watch
         self.peaks: dict[str, int] = {}
-        self.spans: list[tuple[str, int, int]] = []
-        """Phase, start and end in nanoseconds, in order."""
+        self.spans: list[tuple[str, int, int, int]] = []
+        """Phase, start and end in nanoseconds, and the peak, in order."""
 
     @contextmanager
     def phase(self, name: phases.Phase) -> Iterator[None]:
@@ -91,8 +104,9 @@ class MemoryWatch(phases.Stopwatch):
         try:
             yield
         finally:
-            self.spans.append((name, started, time.time_ns()))
-            self.peaks[name] = max(self.peaks.get(name, 0), self.watch.take())
+            ended, peak = time.time_ns(), self.watch.take()
+            self.spans.append((name, started, ended, peak))
+            self.peaks[name] = max(self.peaks.get(name, 0), peak)
 
 
 def batches_to_measure(config: Config) -> tuple[int, int]:
@@ -146,27 +160,40 @@ def _run(dataset: Dataset, config: Config) -> Measured:
             trainer.save()
         del trainer, batches
     planned = plan(config, prepared.problem, batches_of(prepared))
-    tracked = _tracked_peaks(profiler, memory)
+    timeline = _timeline(profiler, memory, before)
+    tracked = {phase: max((s.tracked for s in timeline if s.phase == phase), default=0) for phase in PHASES}
     return Measured(
         planned,
         tuple(
-            PhaseMemory(phase, planned.bytes(phase), tracked.get(phase, 0), memory.peaks[phase] - before)
+            PhaseMemory(phase, planned.bytes(phase), tracked[phase], memory.peaks[phase] - before)
             for phase in PHASES
             if phase in memory.peaks
         ),
         before,
+        timeline,
     )
 
 
-def _tracked_peaks(profiler: profile, memory: MemoryWatch) -> dict[str, int]:
-    """Add up what torch's allocator gave and took, and return the peak of every phase."""
+def _timeline(profiler: profile, memory: MemoryWatch, before_bytes: int) -> tuple[Span, ...]:
+    """Add up what torch's allocator gave and took, and return the peaks of every span."""
     results: Any = profiler.profiler and profiler.profiler.kineto_results
     events = [event for event in results.events() if event.name() == _MEMORY_EVENT]
     events.sort(key=lambda event: event.start_ns())
     times = np.array([event.start_ns() for event in events], np.int64)
     held = np.cumsum([0, *(event.nbytes() for event in events)])
-    peaks: dict[str, int] = {}
-    for name, start, end in memory.spans:
+    origin = memory.spans[0][1]
+    found = []
+    for name, start, end, peak in memory.spans:
+        if name not in PHASES:  # "data" reads mapped files
+            continue
         first, last = np.searchsorted(times, [start, end])
-        peaks[name] = max(peaks.get(name, 0), int(held[first : last + 1].max()))
-    return peaks
+        found.append(
+            Span(
+                name,
+                (start - origin) / 1e9,
+                (end - start) / 1e9,
+                int(held[first : last + 1].max()),
+                peak - before_bytes,
+            )
+        )
+    return tuple(found)

@@ -157,6 +157,7 @@ def as_json(found: Profile, explain: bool) -> dict[str, Any]:
     }
     if explain:
         result["terms"] = {phase: [asdict(term) for term in planned.terms(phase)] for phase in PHASES}
+        result["disk_terms"] = [asdict(term) for term in planned.mapped]
     if found.fitted is not None:
         result["available_bytes"] = found.available_bytes
         result["changes"] = [asdict(change) for change in found.fitted.changes]
@@ -165,6 +166,7 @@ def as_json(found: Profile, explain: bool) -> dict[str, Any]:
             asdict(phase) | {"residual": phase.residual, "within": phase.within}
             for phase in found.measured.phases
         ]
+        result["timeline"] = [asdict(span) for span in found.measured.timeline]
         result["before_bytes"] = found.measured.before_bytes
         result["within"] = found.within
     return result
