@@ -29,7 +29,7 @@ from xmlc.evaluation import Predictor, load
 from xmlc.evaluation.run import evaluate_run
 from xmlc.nn.transformer import TransformerEncoder
 from xmlc.training.prepare import prepare
-from xmlc.training.profiling import profile
+from xmlc.training.profiling import Sizes, profile
 from xmlc.training.trainer import StoppedBySignalError, train_into
 
 Settings = Callable[..., Config]
@@ -397,14 +397,10 @@ def test_settings_that_contradict_each_other_are_refused(
         load_config(sections)
 
 
-def test_a_budget_and_a_profile_say_that_they_know_no_transformer(settings: Settings, tmp_path: Path) -> None:
-    dataset, config = problems.dataset("text"), settings({})
-    with pytest.raises(ConfigError, match=r"plans and budgets know encoder\.kind = features alone"):
-        train_into(tmp_path / "run", dataset, config, budget_bytes=2**33)
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "config.toml").write_text(dump_config(config))
-    with pytest.raises(ConfigError, match=r"plans and budgets know encoder\.kind = features alone"):
-        profile("wordnet-mini", config=tmp_path / "config.toml")
+def test_a_profile_of_sizes_says_that_a_transformer_needs_texts(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(dump_config(settings({})))
+    with pytest.raises(ConfigError, match="a transformer needs a data set of texts, found sizes; name one"):
+        profile(Sizes(100, 8, 0, 3, 50), config=tmp_path / "config.toml")
 
 
 def test_naming_the_optimizer_keeps_the_encoders_own_rate() -> None:

@@ -94,8 +94,18 @@ def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int
         f"memory: the budget must leave at least {mebibytes(needed_bytes(planned))} for the run, the least "
         f"that the planner knows for this data ({shrunk}), found {mebibytes(available_bytes)}; the most is "
         f"{planned.binding.name} with {mebibytes(planned.binding.bytes)} in {planned.peak_phase}; "
-        f"raise the budget, or lower hidden or the features{_disk_instead(candidate, problem, batches)}"
+        f"raise the budget, or lower {_others(config)}{_disk_instead(candidate, problem, batches)}"
     )
+
+
+def _others(config: Config) -> str:
+    """Name settings that the planner leaves alone."""
+    if not config.encoder.trained:
+        return "hidden or the features"
+    recompute = (
+        "" if config.encoder.recompute_activations else ", or set encoder.recompute_activations = true"
+    )
+    return f"encoder.max_length{recompute}"
 
 
 def _disk_instead(config: Config, problem: Problem, batches: Batches) -> str:

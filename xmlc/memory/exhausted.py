@@ -95,7 +95,7 @@ def _name(run: Facts, phase: str, asked: int) -> str:
 
 
 def _advice(run: Facts, allowed: int, limited: bool) -> str:
-    if run.config.encoder.trained:  # no plan knows it
+    if run.config.encoder.trained and run.batches.encoder is None:  # the plan does not know it
         return "lower training.batch_size or encoder.max_length, or set encoder.recompute_activations = true"
     try:
         fitting = fit(run.config, run.problem, run.batches, allowed)

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from xmlc.config import Config
-from xmlc.errors import ConfigError
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
+from xmlc.memory.activations import EncoderMemory
 from xmlc.nn.dense import BLOCK_BYTES
 from xmlc.nn.model import ON_DISK, Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE
@@ -49,6 +49,8 @@ class Batches:
     """Features of an instance that are not zero; of dense features all."""
     positives: float = 5.0
     """Labels of an instance."""
+    encoder: EncoderMemory | None = None
+    """Where a transformer reads the texts."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +99,6 @@ class Plan:
         return max(self.terms(self.peak_phase), key=lambda term: term.bytes)
 
 
-def check_plannable(config: Config) -> None:
-    """Check that a run has no part that the plan leaves out.
-
-    Raises:
-        ConfigError: It has a transformer, or trains on a device of its own memory.
-    """
-    if config.training.device != "cpu":
-        raise ConfigError(
-            "memory: plans and budgets know training.device = cpu alone, found "
-            f"{config.training.device}; leave them out, and see peak_device_memory_bytes in metrics.jsonl"
-        )
-    if config.encoder.kind == "transformer":
-        raise ConfigError(
-            "memory: plans and budgets know encoder.kind = features alone, found transformer; leave them out"
-        )
-
-
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     """Plan a run on the CPU. The problem's ``label_instances`` are not read: their number counts."""
     sizes = _Sizes(config, problem, batches)
@@ -123,7 +108,7 @@ def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
         tuple(term for term in held if term not in mapped),
         {
             "load": tuple(_load(sizes)),
-            "forward": tuple(_forward(sizes, sizes.batch)),
+            "forward": (*_forward(sizes, sizes.batch), *_encoder_forward(sizes)),
             "output_step": tuple(_output_step(sizes)),
             "dense_update": tuple(_dense_update(sizes)),
             "redistribution": tuple(_redistribution(sizes)),
@@ -153,6 +138,7 @@ class _Sizes:
         self.input = self.width or self.hidden
         self.threads = config.training.threads or torch.get_num_threads()
         self.shapes = weight_shapes(config, problem)
+        self.encoder = batches.encoder
         self.weight_dtype: torch.dtype = getattr(torch, model.weight_dtype)
 
     def layer(self) -> dict[str, Any]:
@@ -173,6 +159,9 @@ def _of_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, str]:
 
 
 def _weights(s: _Sizes) -> Iterator[Term]:
+    if s.encoder is not None:
+        yield Term("encoder", "weights", s.encoder.weights, "weights and buffers that lie in no mapped file")
+        yield Term("encoder once trained", "weights", s.encoder.mapped, "weights that do, and change", False)
     for name, shape in s.shapes.items():
         yield Term(name, "weights", *_of_shape(shape, s.itemsize(name)))
 
@@ -192,6 +181,10 @@ def _optimizer_state(s: _Sizes) -> Iterator[Term]:
                     f"{copies[kind]} * {formula}",
                     False,
                 )
+    if s.encoder is not None and copies[s.config.encoder_optimizer.kind] and s.encoder.trained:
+        kind = s.config.encoder_optimizer.kind
+        size, formula = copies[kind] * s.encoder.trained, f"{copies[kind]} * {s.encoder.trained:,}"
+        yield Term(f"{kind} of encoder", "optimizer", size, formula, False)
     if not s.sparse:
         return
     with torch.device("meta"):
@@ -252,6 +245,8 @@ def _narrow_features(s: _Sizes, batch: int) -> Iterator[Term]:
 
 def _output_step(s: _Sizes) -> Iterator[Term]:
     yield from _forward(s, s.batch)
+    if s.encoder is not None and s.encoder.trained:
+        yield Term("activations of the encoder", "batch", s.encoder.kept(s.batch), _ASKED)
     yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
     if s.sparse:
         yield from _narrow_features(s, s.batch)
@@ -276,6 +271,14 @@ _SORT_BYTES = 32
 """Of a logit of the dense output while it is ranked: copies, order and labels."""
 
 
+_ASKED = "asked of the encoder"
+
+
+def _encoder_forward(s: _Sizes) -> Iterator[Term]:
+    if s.encoder is not None and s.encoder.trained:
+        yield Term("forward pass of the encoder", "batch", s.encoder.forward_peak(s.batch), _ASKED)
+
+
 def _logits(s: _Sizes, batch: int, logit_bytes: int) -> Term:
     return Term("logits of a block", "temporary", *_of_shape((_block(s.label, s.input), batch), logit_bytes))
 
@@ -290,9 +293,7 @@ def _dense_update(s: _Sizes) -> Iterator[Term]:
     yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
     if s.width:
         yield Term("gradient of hidden", "batch", *_of_shape((s.batch, s.hidden), 4))
-        if s.problem.dense_features:
-            block = (_block(s.width, s.hidden), s.hidden)
-            yield Term("gradient of a block of penultimate", "temporary", *_of_shape(block, 4))
+    yield from _dense_gradients(s)
     if not s.problem.dense_features:
         size, formula = _of_shape((round(s.batch * s.batches.words), s.hidden), 4)
         yield Term(
@@ -301,6 +302,22 @@ def _dense_update(s: _Sizes) -> Iterator[Term]:
             EMBEDDING_COPIES * size,
             f"{EMBEDDING_COPIES} * {formula}",
         )
+
+
+def _dense_gradients(s: _Sizes) -> Iterator[Term]:
+    """Yield a trained encoder's pass, or its gradients beside a block of the penultimate layer's."""
+    block = (_block(s.width, s.hidden), s.hidden)
+    penultimate = Term("gradient of a block of penultimate", "temporary", *_of_shape(block, 4))
+    blocks = (penultimate,) if s.width and s.problem.dense_features else ()
+    if s.encoder is None or not s.encoder.trained:
+        yield from blocks
+        return
+    peak = s.encoder.backward_peak(s.batch)
+    if peak > s.encoder.trained + sum(term.bytes for term in blocks):
+        yield Term("backward pass of the encoder", "batch", peak, _ASKED)
+    else:
+        yield Term("gradients of the encoder", "temporary", s.encoder.trained, "of its trained weights")
+        yield from blocks
 
 
 def _redistribution(s: _Sizes) -> Iterator[Term]:
@@ -329,8 +346,10 @@ def _validation(s: _Sizes) -> Iterator[Term]:
     if compared:
         shape = (s.threads, INSTANCES_AT_ONCE, compared)
         ranking.append(Term("products with all texts, at most", "temporary", *_of_shape(shape, 8)))
-    statistics = Term("label deciles", "statistics", *_of_shape((s.label,), STATISTICS_BYTES))
-    if statistics.bytes > sum(term.bytes for term in ranking):
-        yield statistics
-    else:
-        yield from ranking
+    others = [Term("label deciles", "statistics", *_of_shape((s.label,), STATISTICS_BYTES))]
+    if s.encoder is not None:
+        embedding = s.encoder.evaluation_peak(s.evaluated)
+        others.append(Term("embedding texts", "batch", embedding, _ASKED))
+    yield from max(
+        ranking, *([other] for other in others), key=lambda terms: sum(term.bytes for term in terms)
+    )

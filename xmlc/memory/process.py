@@ -136,15 +136,36 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
 
 _LARGEST_STACK = 8 << 20  # what Linux gives a thread unless told otherwise
 LARGE_BYTES = 1 << 20
+LARGE_BYTES_OF_ENCODER = 1 << 17
+"""Where a transformer is trained: many of its weights have less than 1 MiB, and so have their gradients."""
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
-def return_large_blocks() -> None:
-    """Let blocks of 1 MiB and more go back to the system when they are freed, for the rest of the process.
+def return_large_blocks(least_bytes: int = LARGE_BYTES) -> None:
+    """Let large blocks go back to the system when they are freed, for the rest of the process.
 
     glibc would learn from the first of them to keep blocks of up to 32 MiB, in a heap between whose gaps the
     batch's tensors then find no place: a third more memory than is ever in use. To get fresh pages in every
     step costs time, so this is for runs of which memory is the matter. Elsewhere nothing changes.
     """
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, least_bytes)
+
+
+def mapped_files() -> list[tuple[int, int]]:
+    """Return begin and end of the addresses at which files are mapped; none where there is no /proc."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    fields = (line.split(maxsplit=5) for line in lines)
+    return [
+        (int(begin, 16), int(end, 16))
+        for begin, end in (found[0].split("-") for found in fields if len(found) > 5 and found[5][0] == "/")
+    ]
+
+
+def return_free_blocks() -> None:
+    """Let what the heap holds free go back to the system, so that none of it is taken for what comes next."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

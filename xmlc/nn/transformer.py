@@ -20,7 +20,8 @@ from xmlc.errors import ConfigError, DataError
 from xmlc.files import parse_json
 from xmlc.nn.encoder import drop
 
-_TOKENS_AT_ONCE = 8192  # padding included, where nothing is kept for a backward pass
+TOKENS_AT_ONCE = 8192
+"""Padding included, where nothing is kept for a backward pass."""
 _PROBE_SEED = 0
 
 
@@ -222,7 +223,7 @@ def _at_once(lengths: Int64) -> Iterator[Int64]:
     order = np.argsort(-lengths, kind="stable")
     first = 0
     while first < len(order):
-        end = first + max(1, _TOKENS_AT_ONCE // max(1, int(lengths[order[first]])))
+        end = first + max(1, TOKENS_AT_ONCE // max(1, int(lengths[order[first]])))
         yield order[first:end]
         first = end
 

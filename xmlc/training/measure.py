@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from xmlc import native
-from xmlc.config import Config
+from xmlc.config import Config, EncoderConfig
 from xmlc.data import Dataset
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE
 from xmlc.memory.generated import generated_dataset
 from xmlc.memory.plan import PHASES, Phase, Plan, plan
-from xmlc.memory.process import PeakWatch, require_linux, return_large_blocks, usage
+from xmlc.memory.process import (
+    LARGE_BYTES,
+    LARGE_BYTES_OF_ENCODER,
+    PeakWatch,
+    require_linux,
+    return_free_blocks,
+    return_large_blocks,
+    usage,
+)
+from xmlc.memory.tracked import NOTHING, Course, now, tracked
 from xmlc.training import phases
 from xmlc.training.prepare import batches_of, prepare
 from xmlc.training.run_folder import RunFolder
@@ -32,7 +37,6 @@ from xmlc.training.trainer import Trainer
 ROUNDS = 2
 """Of steps, redistribution, validation and checkpoint: what the first leaves is there in the second."""
 STEPS = 2  # of a round
-_MEMORY_EVENT = "[memory]"
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,11 @@ class MemoryWatch(phases.Stopwatch):
     def span(self, name: str) -> Iterator[None]:
         """Note the peak of the body as the phase's, if it is the highest so far."""
         self.watch.take()
-        started = time.time_ns()
+        started = now()
         try:
             yield
         finally:
-            ended, peak = time.time_ns(), self.watch.take()
+            ended, peak = now(), self.watch.take()
             self.spans.append((name, started, ended, peak))
             self.peaks[name] = max(self.peaks.get(name, 0), peak)
 
@@ -114,8 +118,10 @@ def batches_to_measure(config: Config) -> tuple[int, int]:
     return (ROUNDS * STEPS + 1) * config.training.batch_size, EVALUATION_BATCH
 
 
-def measure(dataset: Dataset, config: Config) -> Measured:
+def measure(dataset: Dataset, config: Config, encoder: Path | None = None) -> Measured:
     """Train a few steps of a data set, redistribute, validate, write a checkpoint, twice; nothing is kept.
+
+    ``encoder`` is the folder of the transformer, where the config asks for one.
 
     A tiny run goes before, so that libraries that load themselves at first use are not taken for the run's.
     """
@@ -126,30 +132,48 @@ def measure(dataset: Dataset, config: Config) -> Measured:
         update={
             "model": config.model.model_copy(
                 update={"width": 64, "fan_in": 2, "hidden": 8, "direct_fan_in": 0}
-            )
+            ),
+            "encoder": EncoderConfig(),
         }
     )
     require_linux()
-    return_large_blocks()
+    return_large_blocks(LARGE_BYTES_OF_ENCODER if config.encoder.trained else LARGE_BYTES)
+    gc.collect()
+    return_free_blocks()  # of what has planned; but not what the small run leaves, which the profiler reuses
     threads = config.training.threads or torch.get_num_threads()
     torch.set_num_threads(1 if config.training.deterministic else threads)
     with native.kernel_threads(threads):
         _run(generated_dataset(64, 16, words, 600), small)
-        return _run(dataset, config)
+        if not config.encoder.trained:
+            return _run(dataset, config, encoder)
+        # To record every operation of a transformer takes memory: the process is measured without.
+        return _with_tracked(_run(dataset, config, encoder, recorded=False), _run(dataset, config, encoder))
 
 
-def _run(dataset: Dataset, config: Config) -> Measured:
+def _with_tracked(process: Measured, recorded: Measured) -> Measured:
+    """Return what was measured of the process, with what another run of the same recorded of torch."""
+    pairs = zip(process.phases, recorded.phases, strict=True)
+    spans = zip(process.timeline, recorded.timeline, strict=True)
+    return replace(
+        process,
+        phases=tuple(replace(phase, tracked=other.tracked) for phase, other in pairs),
+        timeline=tuple(replace(span, tracked=other.tracked) for span, other in spans),
+    )
+
+
+def _run(dataset: Dataset, config: Config, encoder: Path | None = None, recorded: bool = True) -> Measured:
     gc.collect()
     with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        tracked() if recorded else nullcontext(lambda: NOTHING) as course,
         PeakWatch() as watch,
         tempfile.TemporaryDirectory(prefix="xmlc-profile-") as folder,
     ):
         before = usage().anonymous
         memory = MemoryWatch(watch)
         with memory.span("load"):
-            prepared = prepare(dataset, config)
+            prepared = prepare(dataset, config, encoder=encoder)
             trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)
+        return_free_blocks()  # as `train_into` does
         trainer.stopwatch = memory
         batches = chain.from_iterable(map(prepared.train.epoch, count()))  # small sets have few batches
         for _ in range(ROUNDS):
@@ -159,13 +183,13 @@ def _run(dataset: Dataset, config: Config) -> Measured:
                 trainer.validate()
             trainer.save()
         del trainer, batches
-    planned = plan(config, prepared.problem, batches_of(prepared))
-    timeline = _timeline(profiler, memory, before)
-    tracked = {phase: max((s.tracked for s in timeline if s.phase == phase), default=0) for phase in PHASES}
+    planned = plan(config, prepared.problem, batches_of(prepared, traced=True))
+    timeline = _timeline(course(), memory, before)
+    peaks = {phase: max((s.tracked for s in timeline if s.phase == phase), default=0) for phase in PHASES}
     return Measured(
         planned,
         tuple(
-            PhaseMemory(phase, planned.bytes(phase), tracked[phase], memory.peaks[phase] - before)
+            PhaseMemory(phase, planned.bytes(phase), peaks[phase], memory.peaks[phase] - before)
             for phase in PHASES
             if phase in memory.peaks
         ),
@@ -174,26 +198,17 @@ def _run(dataset: Dataset, config: Config) -> Measured:
     )
 
 
-def _timeline(profiler: profile, memory: MemoryWatch, before_bytes: int) -> tuple[Span, ...]:
-    """Add up what torch's allocator gave and took, and return the peaks of every span."""
-    results: Any = profiler.profiler and profiler.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == _MEMORY_EVENT]
-    events.sort(key=lambda event: event.start_ns())
-    times = np.array([event.start_ns() for event in events], np.int64)
-    held = np.cumsum([0, *(event.nbytes() for event in events)])
+def _timeline(course: Course, memory: MemoryWatch, before_bytes: int) -> tuple[Span, ...]:
+    """Return the peaks of every span, by torch's allocator and of the process."""
     origin = memory.spans[0][1]
-    found = []
-    for name, start, end, peak in memory.spans:
-        if name not in PHASES:  # "data" reads mapped files
-            continue
-        first, last = np.searchsorted(times, [start, end])
-        found.append(
-            Span(
-                name,
-                (start - origin) / 1e9,
-                (end - start) / 1e9,
-                int(held[first : last + 1].max()),
-                peak - before_bytes,
-            )
+    return tuple(
+        Span(
+            name,
+            (start - origin) / 1e9,
+            (end - start) / 1e9,
+            course.peak(start, end),
+            peak - before_bytes,
         )
-    return tuple(found)
+        for name, start, end, peak in memory.spans
+        if name in PHASES  # "data" reads mapped files
+    )

@@ -14,11 +14,12 @@ from xmlc.data.batches import BatchStream, Column, holdout
 from xmlc.data.dataset import Features, feature_columns
 from xmlc.data.features import TextFeatures, open_text_features
 from xmlc.data.pretrained import no_texts, transformers
-from xmlc.data.rows import CsrRows, Int64, concatenate_rows
+from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows
 from xmlc.data.text import TextVectorizer
 from xmlc.data.tokens import open_tokens
 from xmlc.errors import ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
+from xmlc.memory.activations import encoder_memory
 from xmlc.memory.plan import Batches
 from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
 from xmlc.sparsity import DirectStart, direct_connectivity
@@ -161,14 +162,21 @@ def _instances_of(labels: CsrRows) -> Int64:
 _ENTRIES_AT_ONCE = 1 << 20
 
 
-def batches_of(prepared: Prepared) -> Batches:
-    """Return what the plan of memory asks of a data set's batches."""
+def batches_of(prepared: Prepared, traced: bool = False) -> Batches:
+    """Return what the plan of memory asks of a data set's batches.
+
+    With ``traced`` a transformer is tried on a few texts; without, the plan knows nothing of it.
+    """
     stream = prepared.train
     words = float(prepared.problem.feature_count)
     if isinstance(stream.features, CsrRows):
         words = len(stream.features.indices) / max(stream.features.rows, 1)
+    encoder = None
+    if traced and prepared.text_encoder is not None:
+        tokens = int(stream.features.lengths.max()) if isinstance(stream.features, TokenRows) else 0
+        encoder = encoder_memory(prepared.text_encoder.transformer, tokens)
     return Batches(
-        len(prepared.validation.rows), words, len(stream.labels.indices) / max(stream.labels.rows, 1)
+        len(prepared.validation.rows), words, len(stream.labels.indices) / max(stream.labels.rows, 1), encoder
     )
 
 

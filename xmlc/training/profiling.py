@@ -13,10 +13,11 @@ import numpy as np
 from xmlc.config import Config, load_config
 from xmlc.data import Dataset, open_dataset
 from xmlc.data.card import recipe_of
+from xmlc.data.pretrained import locate_encoder
 from xmlc.errors import ConfigError
 from xmlc.memory.budget import Fit, fit, needed_bytes, parse_bytes
 from xmlc.memory.generated import POSITIVES, generated_dataset
-from xmlc.memory.plan import PHASES, Batches, Plan, check_plannable, plan
+from xmlc.memory.plan import PHASES, Batches, Plan, plan
 from xmlc.memory.process import hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
 from xmlc.nn import Problem
@@ -89,16 +90,19 @@ def profile(
             raise ConfigError("profile: --recipe needs a data set, found sizes; name one")
         source = recipe_of(dataset.source, dataset.name)
     settings = load_config(source, overrides, preset or "default")
-    check_plannable(settings)
     if dataset is not None:
         import_libraries(dataset, settings)
     available = None if budget is None else parse_bytes(budget) - usage().anonymous
+    encoder = locate_encoder(settings.encoder) if settings.encoder.kind == "transformer" else None
     if isinstance(data, Sizes):
+        if encoder is not None:
+            raise ConfigError("profile: a transformer needs a data set of texts, found sizes; name one")
         problem, batches = _problem(data), _batches(data)
     else:
         assert dataset is not None, "opened above"
-        prepared = prepare(dataset, settings)
-        problem, batches = prepared.problem, batches_of(prepared)
+        prepared = prepare(dataset, settings, encoder=encoder)
+        problem, batches = prepared.problem, batches_of(prepared, traced=True)
+        del prepared  # a measured run makes its own
     fitted = None if available is None else fit(settings, problem, batches, available)
     settings = settings if fitted is None else fitted.config
     found = None
@@ -107,7 +111,7 @@ def profile(
             dataset, settings = _generated(data, settings)
         assert dataset is not None, "opened or generated"
         with hard_limit(available) if enforce and available is not None else nullcontext():
-            found = measure(dataset, settings)
+            found = measure(dataset, settings, encoder)
     planned = plan(settings, problem, batches) if found is None else found.plan
     return Profile(settings, planned, fitted, available, found)
 

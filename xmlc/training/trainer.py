@@ -27,8 +27,15 @@ from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
-from xmlc.memory.plan import check_plannable
-from xmlc.memory.process import hard_limit, return_large_blocks, usage
+from xmlc.memory.plan import Batches
+from xmlc.memory.process import (
+    LARGE_BYTES,
+    LARGE_BYTES_OF_ENCODER,
+    hard_limit,
+    return_free_blocks,
+    return_large_blocks,
+    usage,
+)
 from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
 from xmlc.nn import Model
@@ -520,15 +527,14 @@ def train_into(
         native.require_cuda()
     if enforce and budget_bytes is None:
         raise ConfigError("train: enforce needs a budget to enforce, found none; give one, such as 4GiB")
-    if budget_bytes is not None:
-        check_plannable(config)
     run = RunFolder(folder)
     with run.locked():
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
         if not resume:
             run.check_empty()
-        if budget_bytes is not None or dataset.label_count * config.model.fan_in >= MANY_CONNECTIONS:
-            return_large_blocks()
+        sparing = budget_bytes is not None or dataset.label_count * config.model.fan_in >= MANY_CONNECTIONS
+        if sparing:
+            return_large_blocks(LARGE_BYTES_OF_ENCODER if config.encoder.trained else LARGE_BYTES)
         import_libraries(dataset, config)
         start = usage()
         threads = config.training.threads or torch.get_num_threads()
@@ -537,16 +543,19 @@ def train_into(
         if config.encoder.kind == "transformer":
             encoder = run.encoder if resume else locate_encoder(config.encoder)
         prepared, limit = prepare(dataset, config, cache, encoder), budget_bytes
+        batches = batches_of(prepared, traced=limit is not None)
         if limit is not None:
             limit -= start.anonymous
-            config, prepared = _fitted(config, prepared, limit, run, resume)
-        facts = Facts(config, prepared.problem, batches_of(prepared), start.data)
+            config, prepared = _fitted(config, prepared, batches, limit, run, resume)
+        facts = Facts(config, prepared.problem, batches, start.data)
         running: list[Stopwatch] = []  # of the trainer, once it trains
         with (
             hard_limit(limit) if limit is not None and enforce else nullcontext(),
             explained(facts, lambda: _place(running), lambda: _kept(run)),
         ):
             trainer = Trainer(dataset, config, run, prepared)
+            if sparing:
+                return_free_blocks()
             if resume:
                 trainer.resume()
                 for key, (before, now) in changed.items():
@@ -580,14 +589,14 @@ def _sums_in_order(training: TrainingConfig) -> Iterator[None]:
 
 
 def _fitted(
-    config: Config, prepared: Prepared, available_bytes: int, run: RunFolder, resume: bool
+    config: Config, prepared: Prepared, batches: Batches, available_bytes: int, run: RunFolder, resume: bool
 ) -> tuple[Config, Prepared]:
     """Return settings that fit the budget, and the streams in their batches; say what was changed.
 
     Raises:
         BudgetError: None fit; or a run that is resumed, whose settings stay, does not.
     """
-    fitting = fit(config, prepared.problem, batches_of(prepared), available_bytes)
+    fitting = fit(config, prepared.problem, batches, available_bytes)
     if resume and fitting.changes:
         options = ", ".join(map(str, fitting.changes))
         raise BudgetError(

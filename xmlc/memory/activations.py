@@ -1,0 +1,137 @@
+"""What a transformer takes: its weights, and for any batch its activations, asked of the encoder itself.
+
+Two small batches are traced. The same calls come in the same order whatever the batch, their bytes linear in
+it; so what a batch of any size holds after each call follows from the two, and with it the peak,
+wherever in the pass it then lies. Recomputed activations, frozen layers and autocast need no formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xmlc.data.batches import Batch
+from xmlc.data.rows import CsrRows, TokenRows, offsets_of
+from xmlc.errors import XmlcError
+from xmlc.memory.process import mapped_files
+from xmlc.memory.tracked import now, tracked
+from xmlc.nn.transformer import TOKENS_AT_ONCE, TransformerEncoder
+
+SMALL, LARGE = 2, 4
+"""Texts of the batches that are traced; one alone may take other ways."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Bytes that are held after each call of the allocator, linear in the texts. [call]"""
+
+    small: NDArray[np.int64]
+    """Of a batch of `SMALL` texts."""
+    by_text: NDArray[np.float64]
+    """What every further text adds."""
+
+    def held(self, texts: int) -> NDArray[np.float64]:
+        """Return the bytes held after each call for a batch."""
+        return self.small + self.by_text * (texts - SMALL)
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderMemory:
+    """Bytes of a transformer on the CPU."""
+
+    weights: int
+    """Of those that do not lie in a mapped file, the encoder's own, from which nothing has changed them."""
+    mapped: int
+    """Of those that do and have a gradient: the first step makes them the process's own."""
+    trained: int
+    """Of all those that have a gradient."""
+    tokens: int
+    """Of the longest text; a batch is filled up to it."""
+    forward: Pass | None
+    """None where it is frozen: its texts are encoded before training."""
+    backward: Pass | None
+    """After ``forward``, with the gradients of the weights."""
+    evaluation: Pass | None
+
+    def forward_peak(self, texts: int) -> int:
+        """Return the peak of the forward pass."""
+        return 0 if self.forward is None else int(self.forward.held(texts).max())
+
+    def kept(self, texts: int) -> int:
+        """Return what the forward pass leaves for the backward pass."""
+        return 0 if self.forward is None else int(self.forward.held(texts)[-1])
+
+    def backward_peak(self, texts: int) -> int:
+        """Return the peak of the backward pass, with what the forward pass has left."""
+        return 0 if self.backward is None else int(self.backward.held(texts).max())
+
+    def evaluation_peak(self, texts: int) -> int:
+        """Return the peak of embedding texts without gradients, which goes by parts."""
+        if self.evaluation is None:
+            return 0
+        return int(self.evaluation.held(min(texts, max(1, TOKENS_AT_ONCE // self.tokens))).max())
+
+
+def encoder_memory(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
+    """Trace an encoder, which stays as it is.
+
+    Args:
+        encoder: On the CPU.
+        tokens: Of the longest text.
+    """
+    places = mapped_files()
+
+    def is_mapped(tensor: Tensor) -> bool:
+        return any(begin <= tensor.data_ptr() < end for begin, end in places)
+
+    state = [*encoder.parameters(), *encoder.buffers()]
+    weights = sum(each.nbytes for each in state if not is_mapped(each))
+    mapped = sum(each.nbytes for each in encoder.parameters() if each.requires_grad and is_mapped(each))
+    trained = sum(each.nbytes for each in encoder.parameters() if each.requires_grad)
+    if not encoder.config.trained:
+        return EncoderMemory(weights, mapped, trained, tokens, None, None, None)
+    _trace(encoder, SMALL, tokens)  # what loads itself at first use
+    small, large = (_trace(encoder, texts, tokens) for texts in (SMALL, LARGE))
+    passes = [_pass(*both) for both in zip(small, large, strict=True)]
+    return EncoderMemory(weights, mapped, trained, tokens, *passes)
+
+
+def _pass(small: NDArray[np.int64], large: NDArray[np.int64]) -> Pass:
+    if len(small) != len(large):
+        raise XmlcError(
+            f"memory: an encoder must allocate alike for {SMALL} and {LARGE} texts, found {len(small)} and "
+            f"{len(large)} calls; plan without this encoder"
+        )
+    return Pass(small, (large - small) / (LARGE - SMALL))
+
+
+def _trace(encoder: TransformerEncoder, texts: int, tokens: int) -> list[NDArray[np.int64]]:
+    """Return the bytes held after each call in a forward pass, in the backward pass, and in an evaluation."""
+    batch = _batch(texts, tokens, encoder.pad)
+    training = encoder.training
+    encoder.train()
+    with tracked() as course:
+        hidden = encoder(batch, 0.1, torch.Generator().manual_seed(0))
+        turned = now()
+        (hidden * torch.ones_like(hidden)).sum().backward()
+    step = course()
+    del hidden
+    for parameter in encoder.parameters():
+        parameter.grad = None
+    encoder.train(training)
+    with tracked() as course:
+        assert isinstance(batch.features, TokenRows), "made below"
+        encoder.embed(batch.features)
+    turn = int(np.searchsorted(step.times, turned)) + 1
+    return [step.held[:turn], step.held[turn:], course().held]
+
+
+def _batch(texts: int, tokens: int, pad: int) -> Batch:
+    """Return texts of one token, again and again; it is not the one that fills up."""
+    ids = np.full(texts * tokens, 1 if pad == 0 else 0, np.int32)
+    rows = TokenRows(offsets_of(np.full(texts, tokens)), ids)
+    return Batch(np.arange(texts), rows, CsrRows.empty(texts, 1))
