@@ -8,12 +8,14 @@ import numpy as np
 import problems
 import pytest
 
+from xmlc.errors import ConfigError
 from xmlc.memory.generated import generated_dataset
 from xmlc.memory.plan import PHASES, Batches, Plan, plan
 from xmlc.nn import Model, Problem
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import batches_of, prepare
+from xmlc.training.profiling import Sizes, profile
 from xmlc.training.step import training_step
 
 SETTINGS: list[tuple[problems.Kind, dict[str, dict[str, Any]]]] = [
@@ -106,6 +108,11 @@ def test_what_lies_on_the_disk_is_not_counted() -> None:
 def test_wide_layers_have_wider_indices() -> None:
     [indices] = [term for term in amazon(model={"width": 65_537}).held if term.name == "output.indices"]
     assert indices.bytes == 670_091 * problems.config().model.fan_in * 4
+
+
+def test_a_plan_of_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"know training\.device = cpu alone, found cuda; leave them out"):
+        profile(Sizes(100, 8, 0, 3, 50), overrides=["training.device=cuda"])
 
 
 def test_generated_labels_are_distinct_in_range_and_of_falling_frequency() -> None:

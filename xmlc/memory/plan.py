@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from xmlc.config import Config
+from xmlc.errors import ConfigError
 from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.memory.activations import EncoderMemory
 from xmlc.nn.dense import BLOCK_BYTES
@@ -97,6 +98,19 @@ class Plan:
     def binding(self) -> Term:
         """The largest term at the peak."""
         return max(self.terms(self.peak_phase), key=lambda term: term.bytes)
+
+
+def check_plannable(config: Config) -> None:
+    """Check that the plan is of what will run.
+
+    Raises:
+        ConfigError: It trains on a CUDA device, whose memory no plan knows.
+    """
+    if config.training.device != "cpu":
+        raise ConfigError(
+            f"memory: plans and budgets know training.device = cpu alone, found {config.training.device}; "
+            "leave them out"
+        )
 
 
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:

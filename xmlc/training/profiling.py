@@ -17,7 +17,7 @@ from xmlc.data.pretrained import locate_encoder
 from xmlc.errors import ConfigError
 from xmlc.memory.budget import Fit, fit, needed_bytes, parse_bytes
 from xmlc.memory.generated import POSITIVES, generated_dataset
-from xmlc.memory.plan import PHASES, Batches, Plan, plan
+from xmlc.memory.plan import PHASES, Batches, Plan, check_plannable, plan
 from xmlc.memory.process import hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
 from xmlc.nn import Problem
@@ -90,6 +90,7 @@ def profile(
             raise ConfigError("profile: --recipe needs a data set, found sizes; name one")
         source = recipe_of(dataset.source, dataset.name)
     settings = load_config(source, overrides, preset or "default")
+    check_plannable(settings)
     if dataset is not None:
         import_libraries(dataset, settings)
     available = None if budget is None else parse_bytes(budget) - usage().anonymous

@@ -27,7 +27,7 @@ from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
-from xmlc.memory.plan import Batches
+from xmlc.memory.plan import Batches, check_plannable
 from xmlc.memory.process import (
     LARGE_BYTES,
     LARGE_BYTES_OF_ENCODER,
@@ -527,6 +527,8 @@ def train_into(
         native.require_cuda()
     if enforce and budget_bytes is None:
         raise ConfigError("train: enforce needs a budget to enforce, found none; give one, such as 4GiB")
+    if budget_bytes is not None:
+        check_plannable(config)
     run = RunFolder(folder)
     with run.locked():
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
