@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from xmlc.config import EncoderConfig
+from xmlc.errors import XmlcError
 from xmlc.memory import activations
 from xmlc.memory.activations import EncoderMemory, encoder_memory
 from xmlc.nn import TextEncoder
@@ -84,6 +85,14 @@ def test_long_texts_are_embedded_by_parts() -> None:
     told = EncoderMemory(0, 0, 0, TOKENS_AT_ONCE // 4, each, each, each)
     assert told.evaluation_peak(3) == 30
     assert told.evaluation_peak(400) == 40
+
+
+def test_an_encoder_that_goes_other_ways_for_more_texts_is_refused() -> None:
+    message = (
+        "an encoder must allocate alike for 2 and 4 texts, found 3 and 2 calls; plan without this encoder"
+    )
+    with pytest.raises(XmlcError, match=message):
+        activations._pass(np.zeros(3, np.int64), np.zeros(2, np.int64))
 
 
 def write_texts(folder: Path, instances: int = 320) -> Path:
