@@ -90,7 +90,7 @@ def test_parts_of_few_tokens_change_nothing(
 ) -> None:
     encoder, rows = load(), tokens(folder)
     whole = encoder.embed(rows)
-    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 13)
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 13)
     torch.testing.assert_close(encoder.embed(rows), whole, rtol=1e-4, atol=1e-5)
 
 
