@@ -109,7 +109,7 @@ def check_plannable(config: Config) -> None:
     if config.training.device != "cpu":
         raise ConfigError(
             f"memory: plans and budgets know training.device = cpu alone, found {config.training.device}; "
-            "leave them out"
+            "leave them out, and see peak_device_memory_bytes in metrics.jsonl"
         )
 
 
