@@ -8,11 +8,19 @@ from torch import Tensor
 
 
 def dense_loss(
-    queries: Tensor, keys: Tensor, positive: Tensor, kind: str, scale: Tensor, bias: Tensor
+    queries: Tensor,
+    keys: Tensor,
+    positive: Tensor,
+    kind: str,
+    scale: Tensor,
+    bias: Tensor,
+    ignored: Tensor | None = None,
 ) -> Tensor:
-    """Evaluate the documented formula, row by row; positive is bool [query, key]."""
+    """Evaluate the documented formula, row by row; positive and ignored are bool [query, key]."""
     total = torch.zeros((), dtype=queries.dtype)
-    for row, known in zip(scale * queries @ keys.T + bias, positive, strict=True):
+    counted = torch.ones_like(positive) if ignored is None else ~ignored
+    for row, known, kept in zip(scale * queries @ keys.T + bias, positive, counted, strict=True):
+        row, known = row[kept], known[kept]
         if not known.any():
             continue
         if kind == "sigmoid":

@@ -49,6 +49,32 @@ def test_loss_and_gradients_equal_the_dense_formula(kind: Any, layout: Any, tile
 
 
 @every_kind
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("tile", [1, 3, 64])
+def test_ignored_pairs_are_neither_positives_nor_negatives(kind: Any, layout: Any, tile: int) -> None:
+    queries, keys, positive = problem()
+    ignored = torch.rand(positive.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    ignored[3], ignored[4] = True, ~positive[4]  # nothing is left; nothing but positives is left
+    ignored[1, :5] = True  # of a row of positives only
+    inputs = [queries.requires_grad_(), keys.requires_grad_(), number(1.7), number(-0.3)]
+    loss = multi_positive_loss(
+        inputs[0],
+        inputs[1],
+        lists(positive),
+        ignored=lists(ignored),
+        kind=kind,
+        scale=inputs[2],
+        bias=inputs[3],
+        layout=layout,
+        tile=tile,
+    )
+    truth = dense_loss(inputs[0], inputs[1], positive, kind, inputs[2], inputs[3], ignored)
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
+    for our, their in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(truth, inputs), strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-13)
+
+
+@every_kind
 def test_gradients_pass_gradcheck(kind: Any) -> None:
     queries, keys, positive = problem(4, 6, 3)
 

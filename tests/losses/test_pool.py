@@ -112,3 +112,9 @@ def test_a_worker_may_have_no_label_of_a_small_pool() -> None:
 def test_bad_labels_are_named(candidates: Any, known: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         label_pool(candidates, known, LABELS)
+
+
+def test_ignored_labels_are_marked_by_their_position() -> None:
+    pool = label_pool([5, 0, 9], [[0], [9]], LABELS, ignored=[[9, 3], []])
+    assert pool.labels.tolist() == [0, 5, 9]
+    assert pool.ignored.to_scipy().toarray().tolist() == [[0, 0, 1], [0, 0, 0]]

@@ -28,6 +28,7 @@ def multi_positive_loss(
     keys: Tensor,
     positives: RaggedLabels,
     *,
+    ignored: RaggedLabels | None = None,
     kind: Kind = "decoupled_softmax",
     scale: Tensor | float = 20.0,
     bias: Tensor | float = 0.0,
@@ -60,6 +61,8 @@ def multi_positive_loss(
         keys: float [key, d], likewise.
         positives: For each own query, its positives as positions in the pool: lists, compressed rows, a SciPy
             matrix, or an int tensor padded with negatives.
+        ignored: Pairs that count neither as positives nor as negatives, given like ``positives``, of which
+            they take some away; by all workers or by none.
         kind: See above.
         scale: Factor on the dot product, a number or tensor []; 1 / temperature.
         bias: Added to every score; the softmaxes do not feel it.
@@ -87,10 +90,19 @@ def multi_positive_loss(
             f"{split.key} keys over all workers"
         )
     rows = ragged_rows(positives, len(queries), split.key, "multi_positive_loss: positives")
+    none = CsrRows.empty(rows.rows, rows.columns)
+    left_out = none
+    if ignored is not None:
+        left_out = ragged_rows(ignored, len(queries), split.key, "multi_positive_loss: ignored")
+        rows = rows.without(left_out)
     by_row = layout == "row" or (layout == "auto" and split.key <= split.query)
-    pairs = (
-        _pairs(rows, queries.device, dtype) if by_row else _own_columns(rows, split, queries.device, dtype)
-    )
+
+    def pairs_of(each: CsrRows) -> Pairs:
+        if by_row or each is none:
+            return _pairs(each, queries.device, dtype)
+        return _own_columns(each, split, queries.device, dtype)
+
+    pairs = pairs_of(rows), pairs_of(left_out)
     scale, bias = (
         torch.as_tensor(value, dtype=dtype, device=queries.device).reshape(()) for value in (scale, bias)
     )
@@ -122,7 +134,7 @@ class _Loss(torch.autograd.Function):
         keys: Tensor,
         scale: Tensor,
         bias: Tensor,
-        pairs: Pairs,
+        pairs: tuple[Pairs, Pairs],  # positives, ignored
         kind: str,
         tile: int,
         split: _Split,
@@ -133,7 +145,7 @@ class _Loss(torch.autograd.Function):
             keys = workers.gather_rows(keys, split.keys)
         else:
             queries = workers.gather_rows(queries, split.queries)
-        scores = Scores(kind, queries, keys, pairs, scale, bias, tile)
+        scores = Scores(kind, queries, keys, pairs[0], pairs[1], scale, bias, tile)
         losses, sums = row_losses(scores, Workers(alone=True) if by_row else workers)
         loss = losses.sum() / split.query
         ctx.save_for_backward(
@@ -147,7 +159,7 @@ class _Loss(torch.autograd.Function):
         differentiated_once("multi_positive_loss: the loss")
         queries, keys, scale, bias, *sums = ctx.saved_tensors
         pairs, kind, tile, split, by_row = ctx.rest
-        scores = Scores(kind, queries, keys, pairs, scale, bias, tile)
+        scores = Scores(kind, queries, keys, pairs[0], pairs[1], scale, bias, tile)
         of_queries, of_keys, of_scale, of_bias = gradients(scores, RowSums(*sums))
         factor = loss_gradient * (split.workers.size / split.query)
         if by_row:
@@ -166,7 +178,7 @@ def _pairs(rows: CsrRows, device: torch.device, dtype: torch.dtype) -> Pairs:
 
 
 def _own_columns(rows: CsrRows, split: _Split, device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Return the positives of all workers' queries among this worker's keys, numbered from its first."""
+    """Return the pairs of all workers' queries among this worker's keys, numbered from its first."""
     workers = split.workers
     count = torch.from_numpy(rows.offsets).diff().to(device)
     key = torch.from_numpy(rows.indices).long().to(device)
@@ -254,12 +266,19 @@ class MultiPositive(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature)), requires_grad=learn_scale)
         self.bias = nn.Parameter(torch.tensor(float(bias)), requires_grad=learn_bias)
 
-    def forward(self, queries: Tensor, keys: Tensor, positives: RaggedLabels) -> Tensor:
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        positives: RaggedLabels,
+        ignored: RaggedLabels | None = None,
+    ) -> Tensor:
         """Return the loss []; see `multi_positive_loss`."""
         return multi_positive_loss(
             queries,
             keys,
             positives,
+            ignored=ignored,
             kind=self.kind,
             scale=self.log_scale.exp(),
             bias=self.bias,

@@ -27,6 +27,8 @@ class LabelPool:
     """Labels of the pool by position: all workers' ``own``, one after the other."""
     positives: CsrRows
     """Positions in the pool of all known positives of this worker's instances."""
+    ignored: CsrRows
+    """Positions in the pool of what is neither positive nor negative of them."""
 
 
 def label_pool(
@@ -35,6 +37,7 @@ def label_pool(
     label_count: int,
     workers: Workers | None = None,
     device: torch.device | str = "cpu",
+    ignored: RaggedLabels | None = None,
 ) -> LabelPool:
     """Make the pool of the labels that any worker asks for, each once, and share them out evenly.
 
@@ -48,6 +51,7 @@ def label_pool(
         label_count: Labels lie in [0, label_count).
         workers: Who shares the pool; torch.distributed's default group if there is one, else this process.
         device: Where the workers' collectives work; ``cuda`` under NCCL.
+        ignored: Of each own instance the labels that are neither positives nor negatives (`RaggedLabels`).
 
     Returns:
         The pool. A worker's part is empty where the pool has fewer labels than there are workers.
@@ -59,13 +63,17 @@ def label_pool(
     workers = Workers() if workers is None else workers
     asked = torch.from_numpy(_labels(candidates, label_count)).to(device)
     rows = ragged_rows(known, None, label_count, f"{_WHERE}: known")
+    left_out = CsrRows.empty(rows.rows, label_count)
+    if ignored is not None:
+        left_out = ragged_rows(ignored, rows.rows, label_count, f"{_WHERE}: ignored")
     lengths = [size[0] for size in workers.gather_sizes(len(asked), device=asked.device)]
     if sum(lengths) == 0:
         raise DataError(f"{_WHERE}: candidates must hold a label on some worker, found none on any")
     labels = torch.unique(workers.gather_rows(asked, lengths).cpu())
     bounds = [len(labels) * rank // workers.size for rank in range(workers.size + 1)]
     own = labels[bounds[workers.rank] : bounds[workers.rank + 1]]
-    return LabelPool(own, labels, _positions(rows, labels.numpy()))
+    positives, left_out = (_positions(each, labels.numpy()) for each in (rows, left_out))
+    return LabelPool(own, labels, positives, left_out)
 
 
 def _labels(candidates: Any, label_count: int) -> np.ndarray:

@@ -35,6 +35,8 @@ class Scores:
     queries: Tensor  # [query, d]
     keys: Tensor  # [key, d]
     pairs: Pairs
+    ignored: Pairs
+    """Pairs that are neither positives nor negatives; none of ``pairs`` is among them."""
     scale: Tensor  # []
     bias: Tensor  # []
     tile: int
@@ -44,29 +46,38 @@ class Scores:
         return values[first : first + self.tile].to(self.scale.dtype)
 
     def tiles(self) -> Iterator[_Tile]:
-        """Yield all tiles, at most [tile, tile], with their positives."""
-        starts = torch.arange(0, len(self.queries) + self.tile, self.tile, device=self.queries.device)
-        row_bounds = torch.searchsorted(self.pairs.query, starts).tolist()
-        key_starts = torch.arange(0, len(self.keys) + self.tile, self.tile, device=self.queries.device)
-        for number, first in enumerate(range(0, len(self.queries), self.tile)):
+        """Yield all tiles, at most [tile, tile], with their positives and what is ignored."""
+        starts = torch.tensor([*range(self.tile, len(self.keys), self.tile)], dtype=torch.int64)
+        for first in range(0, len(self.queries), self.tile):
             queries = self.rows(self.queries, first)
-            pair, end = row_bounds[number], row_bounds[number + 1]
-            keys, order = self.pairs.key[pair:end].sort(stable=True)
-            bounds = torch.searchsorted(keys, key_starts).tolist()
-            for column, first_key in enumerate(range(0, len(self.keys), self.tile)):
-                chosen = order[bounds[column] : bounds[column + 1]] + pair
-                tile_keys = self.rows(self.keys, first_key)
-                raw = queries @ tile_keys.T
+            rows = slice(first, first + len(queries))
+            positives, ignored = (_by_column(pairs, rows, starts) for pairs in (self.pairs, self.ignored))
+            for first_key, chosen, left_out in zip(
+                range(0, len(self.keys), self.tile),
+                positives,
+                ignored,
+                strict=False,  # without keys there is no tile
+            ):
+                keys = self.rows(self.keys, first_key)
                 yield _Tile(
-                    slice(first, first + len(queries)),
-                    slice(first_key, first_key + len(tile_keys)),
+                    rows,
+                    slice(first_key, first_key + len(keys)),
                     queries,
-                    tile_keys,
-                    raw,
+                    keys,
+                    queries @ keys.T,
                     chosen,
                     self.pairs.query[chosen] - first,
                     self.pairs.key[chosen] - first_key,
+                    (self.ignored.query[left_out] - first, self.ignored.key[left_out] - first_key),
                 )
+
+
+def _by_column(pairs: Pairs, rows: slice, starts: Tensor) -> tuple[Tensor, ...]:
+    """Return the positions of the pairs of some rows, by tile of columns; ``starts`` lacks the first."""
+    bounds = torch.tensor([rows.start, rows.stop], device=pairs.query.device)
+    pair, end = torch.searchsorted(pairs.query, bounds).tolist()
+    keys, order = pairs.key[pair:end].sort(stable=True)
+    return torch.tensor_split(order + pair, torch.searchsorted(keys.cpu(), starts))
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class _Tile:
     pair: Tensor  # [positive], positions in `Pairs`
     row: Tensor  # [positive]
     column: Tensor  # [positive]
+    ignored: tuple[Tensor, Tensor]  # rows and columns, [ignored] each
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ def row_losses(scores: Scores, workers: Workers) -> tuple[Tensor, RowSums]:
     for tile in scores.tiles():
         value = tile.raw * scores.scale + scores.bias
         positive[tile.pair] = value[tile.row, tile.column]
+        value[tile.ignored] = -math.inf
         if kind == "sigmoid":
             soft_sum[tile.rows] += functional.softplus(value).sum(1)
             continue
@@ -144,6 +157,7 @@ def gradients(scores: Scores, sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Te
         if kind == "decoupled_softmax":
             gradient[tile.row, tile.column] = 0.0
         gradient[tile.row, tile.column] += sums.pair_gradient[tile.pair]
+        gradient[tile.ignored] = 0.0
         query_gradient[tile.rows].addmm_(gradient, tile.keys)
         key_gradient[tile.columns].addmm_(gradient.T, tile.queries)
         scale_gradient += (gradient * tile.raw).sum()
