@@ -34,7 +34,7 @@ def examples() -> list[Any]:
 
 
 def test_every_example_is_found() -> None:
-    assert len(examples()) == PAGE.read_text().count("```python") == 7
+    assert len(examples()) == PAGE.read_text().count("```python") == 8
 
 
 @pytest.mark.parametrize("code", examples())

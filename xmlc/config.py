@@ -52,7 +52,8 @@ class DataConfig(Section):
     mask_filter_pairs: bool = True
     """Mask the (instance, label) pairs of the filter files in evaluation."""
     skip_filter_pairs: bool = False
-    """Let the pairs of the training filter file count neither as positives nor as negatives in training."""
+    """Let the pairs of the training filter file count neither as positives nor as negatives in training.
+    ``output = "two_tower"`` always does."""
     label_documents: bool = False
     """Also train on every label's own text (or features), as an instance whose one label it is. Propensities
     and validation know nothing of these instances."""
@@ -132,9 +133,10 @@ class EncoderConfig(Section):
 class ModelConfig(Section):
     """Penultimate layer and output layer, and what comes before them."""
 
-    output: Literal["sparse", "dense", "bottleneck"] = "sparse"
+    output: Literal["sparse", "dense", "bottleneck", "two_tower"] = "sparse"
     """sparse: hidden -> width -> fixed fan-in output. dense: hidden -> label.
-    bottleneck: hidden -> ``bottleneck`` units -> label, both dense."""
+    bottleneck: hidden -> ``bottleneck`` units -> label, both dense. two_tower: the cosine between the
+    instance's text and the label's, both embedded by the encoder (``[two_tower]``)."""
     hidden: PositiveInt = 512
     """Width of the encoder's output; dense features and transformers bring their own."""
     width: PositiveInt = 8192
@@ -220,6 +222,48 @@ class LossConfig(Section):
     """Factor on the loss of every positive."""
     positive_weight_propensity: bool = False
     """Multiply the positives' weight by the label's inverse propensity."""
+
+
+class TwoTowerConfig(Section):
+    """Contrastive training of one encoder for instances and label texts (``model.output = "two_tower"``).
+
+    The labels of a step, its pool, are positives of the batch and negatives. Whatever of them is a known
+    positive of an instance counts as one, whoever brought it; all others are its negatives.
+    """
+
+    loss: Literal["decoupled_softmax", "softmax", "sigmoid"] = "decoupled_softmax"
+    """See `xmlc.losses.MultiPositive`."""
+    temperature: PositiveFloat = 0.05
+    """Scores are cosines divided by this."""
+    bias: FiniteFloat = 0.0
+    """Added to every score; the softmaxes do not feel it."""
+    learn_scale: bool = False
+    """Train 1 / ``temperature`` and, of ``sigmoid``, ``bias``, with ``dense_optimizer``."""
+    projection: NonNegativeInt = 0
+    """Units of a linear layer without bias behind the encoder, the identity at the start where it has as many
+    units as the encoder; 0 has none. A ``frozen`` encoder needs one: nothing else is trained."""
+    positives: PositiveInt = 3
+    """Positives that an instance brings into the pool, at most, drawn anew in every step."""
+    random_negatives: NonNegativeInt = 0
+    """Labels that a step draws into the pool from all labels."""
+    mined_negatives: NonNegativeInt = 0
+    """Labels that an instance brings into the pool, drawn in every step from its ``mined_from`` nearest."""
+    mined_from: PositiveInt = 50
+    """Nearest labels of an instance that are no known positives of it and no filter pairs."""
+    refresh_epochs: PositiveInt = 1
+    """Epochs after which the nearest labels are looked for again, by the embeddings of that moment."""
+    mini_batch_size: NonNegativeInt = 0
+    """Texts whose activations are kept at a time: the encoder then runs twice, first without a graph. 0 keeps
+    those of the whole step."""
+
+    @model_validator(mode="after")
+    def _check_mined(self) -> TwoTowerConfig:
+        if self.mined_negatives > self.mined_from:
+            raise ValueError(
+                f"mined_negatives must be at most mined_from = {self.mined_from}, found "
+                f"{self.mined_negatives}"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -350,6 +394,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     similarity: SimilarityConfig = SimilarityConfig()
     loss: LossConfig = LossConfig()
+    two_tower: TwoTowerConfig = TwoTowerConfig()
     output_optimizer: OptimizerConfig = OptimizerConfig()
     dense_optimizer: OptimizerConfig = OptimizerConfig()
     encoder_optimizer: EncoderOptimizerConfig = EncoderOptimizerConfig()
@@ -373,7 +418,7 @@ class Config(Section):
                 )
         if self.encoder_optimizer.kind == "label_adam":
             raise ValueError("encoder_optimizer.kind must be sgd, momentum or adam, found label_adam")
-        if self.data.skip_filter_pairs and self.model.output != "sparse":
+        if self.data.skip_filter_pairs and self.model.output not in ("sparse", "two_tower"):
             raise ValueError(f"data.skip_filter_pairs needs output = sparse, found {self.model.output}")
         if self.training.storage == "disk":
             if self.model.output != "sparse":
@@ -384,6 +429,24 @@ class Config(Section):
                 )
         if self.similarity.used and self.model.output != "sparse":
             raise ValueError(f"similarity needs model.output = sparse, found {self.model.output}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_two_tower(self) -> Config:
+        if self.model.output != "two_tower":
+            return self
+        if self.encoder.kind == "transformer" and self.encoder.frozen and not self.two_tower.projection:
+            raise ValueError(
+                "two_tower.projection must be above 0 where the encoder is frozen, found 0: nothing would be "
+                "trained"
+            )
+        if self.data.label_documents:
+            raise ValueError("data.label_documents must be false where model.output = two_tower, found true")
+        if self.model.hidden_activation != "none":
+            raise ValueError(
+                "model.hidden_activation must be none where model.output = two_tower, found "
+                f"{self.model.hidden_activation}"
+            )
         return self
 
 

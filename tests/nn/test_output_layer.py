@@ -18,6 +18,7 @@ from xmlc.nn import dense, output_layer
 from xmlc.nn.direct import DirectConnections
 from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
 from xmlc.ops import quantise, widen
+from xmlc.ops.float8 import widen
 from xmlc.training.optimizers import block_optimizer
 
 LABELS, INPUTS, BATCH, FAN_IN = 37, 11, 9, 4
@@ -521,7 +522,9 @@ def test_evaluation_of_a_layer_that_goes_by_strips_of_inputs_equals_its_step() -
 
 @pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce"])
 @pytest.mark.parametrize("cutoff", [0.0, 0.3])
-@pytest.mark.parametrize(("group_size", "weight_dtype"), [(1, "float32"), (16, "bfloat16")])
+@pytest.mark.parametrize(
+    ("group_size", "weight_dtype"), [(1, "float32"), (16, "bfloat16"), (1, "float8_e4m3fn")]
+)
 def test_the_active_share_counts_the_gradients_beyond_the_cutoff(
     monkeypatch: pytest.MonkeyPatch, loss_kind: Any, cutoff: float, group_size: int, weight_dtype: str
 ) -> None:
@@ -535,9 +538,8 @@ def test_the_active_share_counts_the_gradients_beyond_the_cutoff(
     weight = torch.empty(label).uniform_(0.1, 2.0, generator=generator(4))
     layer = SparseOutput(label, model, loss, OptimizerConfig(), bias, weight, 1, generator())
     own = replace(positives(), columns=label)
-    exact = oracles.logits(
-        features().double(), layer.weight.double(), layer.indices, layer.bias.double(), group_size
-    )
+    wide = widen(layer.weight, layer.weight_scale).double()
+    exact = oracles.logits(features().double(), wide, layer.indices, layer.bias.double(), group_size)
     positive = torch.from_numpy(own.to_scipy().toarray().T > 0)
     exact.requires_grad_()
     losses = oracles.losses(loss_kind, exact, 2.0 * positive - 1.0)

@@ -30,6 +30,22 @@ class Column(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Span:
+    """Some consecutive rows of a column."""
+
+    column: CsrRows | Column
+    first: int
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def take(self, rows: Int64) -> Rows:
+        """Return the given rows, counted from the span's first."""
+        return self.column.take(rows + self.first)
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Some instances with their features and labels, all in one order."""
 
@@ -38,6 +54,7 @@ class Batch:
     labels: CsrRows  # [batch, label]
     skipped: CsrRows | None = None  # [batch, label], neither positives nor negatives
     words: CsrRows | None = None  # [batch, word], where features are not what direct connections see
+    negatives: CsrRows | None = None  # [batch, label], mined for a two-tower model
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +72,7 @@ class BatchStream:
     seed: int
     skipped: CsrRows | None = None  # [instance, label]
     words: CsrRows | None = None  # [instance, word]
+    negatives: CsrRows | None = None  # [instance, label]
 
     def __post_init__(self) -> None:
         if row_count(self.features) != self.labels.rows:
@@ -86,8 +104,10 @@ class BatchStream:
                 instances,
                 _take(self.features, instances),
                 self.labels.take(instances),
-                None if self.skipped is None else self.skipped.take(instances),
-                None if self.words is None else self.words.take(instances),
+                *(
+                    None if each is None else each.take(instances)
+                    for each in (self.skipped, self.words, self.negatives)
+                ),
             )
 
 

@@ -80,6 +80,7 @@ class Dataset:
         test_features: CsrRows | SparseMatrix | NDArray[Any] | Sequence[str] | None = None,
         test_labels: CsrRows | SparseMatrix | None = None,
         label_names: Sequence[str] | None = None,
+        label_texts: Sequence[str] | None = None,
         name: str = "arrays",
         propensity_a: float = DEFAULT_PROPENSITY_A,
         propensity_b: float = DEFAULT_PROPENSITY_B,
@@ -92,6 +93,7 @@ class Dataset:
             test_features: As ``features``, of the test instances; with ``test_labels`` or not at all.
             test_labels: As ``labels``.
             label_names: One name for each label.
+            label_texts: One text for each label.
             name: Names the data set in reports and errors.
             propensity_a: A of the propensity model.
             propensity_b: B of the propensity model.
@@ -109,9 +111,10 @@ class Dataset:
                 raise DataError(
                     f"{name}: training and test features must be of one kind, found {kind} and {test_kind}"
                 )
-        names = None
-        if label_names is not None:
-            names = text_column(label_names, f"{name}: label_names")
+        names, described = (
+            None if texts is None else text_column(texts, f"{name}: {column}")
+            for column, texts in (("label_names", label_names), ("label_texts", label_texts))
+        )
         dataset = cls(
             name=name,
             kind=kind,
@@ -120,6 +123,7 @@ class Dataset:
             label_count=train.labels.columns,
             feature_count=feature_columns(train.features),
             label_names=names,
+            label_texts=described,
             propensity_a=propensity_a,
             propensity_b=propensity_b,
         )

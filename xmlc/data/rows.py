@@ -167,6 +167,10 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def head(self, rows: int) -> TokenRows:
+        """Return the first texts, sharing memory."""
+        return TokenRows(self.offsets[: rows + 1], self.ids[: self.offsets[rows]])
+
     @property
     def lengths(self) -> Int64:
         """Tokens of every text. [text]"""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from xmlc.data.batches import Batch, BatchStream
 from xmlc.data.rows import CsrRows
 from xmlc.metrics import Report, evaluate, mask_pairs
-from xmlc.nn import Model
+from xmlc.nn import Model, TwoTower
 
 BATCH = 256
 
@@ -19,7 +19,7 @@ Progress = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
 
 def rank_labels(
-    model: Model,
+    model: Model | TwoTower,
     stream: BatchStream,
     k: int,
     filter_pairs: CsrRows | None,
@@ -42,7 +42,7 @@ def rank_labels(
 
 
 def evaluate_model(
-    model: Model,
+    model: Model | TwoTower,
     stream: BatchStream,
     k: int,
     filter_pairs: CsrRows | None,

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.sparse
+import torch
 from numpy.typing import NDArray
 
 from xmlc.checkpoint import CheckpointFolder, CheckpointReader
 from xmlc.config import Config, build_config
-from xmlc.data.batches import BatchStream, Column
+from xmlc.data.batches import BatchStream, Column, Rows
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
 from xmlc.data.pretrained import encoder_fingerprint
-from xmlc.data.rows import CsrRows, TextColumn
+from xmlc.data.rows import CsrRows, Int64, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
-from xmlc.nn import EncodedTexts, Model, Problem, Similarity, TextEncoder, weight_shapes
+from xmlc.nn import EncodedTexts, Model, Problem, Similarity, TextEncoder, TwoTower, make_model, weight_shapes
 
 CHECKPOINTS = "checkpoints"
 ENCODER = "encoder"
@@ -42,7 +43,7 @@ class Prediction:
 class Predictor:
     """A model with all it needs to take raw input."""
 
-    model: Model
+    model: Model | TwoTower
     vectorizer: TextVectorizer | None
     text_encoder: TextEncoder | None
     """Reads texts where a transformer does, with a vectorizer beside it for direct connections; else the
@@ -142,16 +143,74 @@ class Predictor:
 
     def of_texts(self, texts: TextColumn) -> Features | Column:
         """Return texts as the features that a model of texts takes; a transformer reads them by batches."""
-        if self.text_encoder is not None:
-            return EncodedTexts(texts, self.text_encoder)
-        assert self.vectorizer is not None, "a model of texts has one of the two"
-        return self.vectorizer.transform(texts)
+        return _texts_of(self.vectorizer, self.text_encoder, texts)
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return a two-tower model's embeddings of texts, of instances or labels, [text, d] of length 1.
+
+        Raises:
+            ConfigError: The model has no two towers.
+            DataError: They are no texts.
+        """
+        model = self._two_tower("embed")
+        column = self.of_texts(text_column(texts, "embed: texts"))
+        found = [np.empty((0, model.embed_labels().shape[1]), np.float32)]
+        with torch.no_grad():
+            for first in range(0, row_count(column), BATCH):
+                rows = np.arange(first, min(first + BATCH, row_count(column)))
+                found.append(model.embed(_rows(column, rows)).cpu().numpy())
+        return np.concatenate(found)
+
+    def with_labels(self, texts: Sequence[str], names: Sequence[str] | None = None) -> Predictor:
+        """Return a predictor that knows further labels by their texts, numbered behind those of training.
+
+        Args:
+            texts: One for each new label.
+            names: Their names; None takes the texts.
+
+        Raises:
+            ConfigError: The model has no two towers.
+            DataError: There are no texts, or not as many names.
+        """
+        model = self._two_tower("with_labels")
+        added = text_column(texts, "with_labels: texts")
+        named = added if names is None else text_column(names, "with_labels: names")
+        if len(added) == 0 or len(named) != len(added):
+            raise DataError(
+                "with_labels: there must be at least one text, and a name for each or none, found "
+                f"{len(added)} texts and {len(named)} names"
+            )
+        known = [self.label_name(label) for label in range(model.problem.label_count)]
+        column = self.of_texts(added)
+        extended = model.with_labels(_rows(column, np.arange(len(added))))
+        return replace(self, model=extended, label_names=TextColumn.from_strings([*known, *named]))
+
+    def _two_tower(self, where: str) -> TwoTower:
+        if not isinstance(self.model, TwoTower):
+            raise ConfigError(
+                f"{where}: needs a run of model.output = two_tower, found "
+                f"{self.model.config.model.output}; train one"
+            )
+        return self.model
 
     def words_of(self, texts: TextColumn) -> CsrRows | None:
         """Return the words that a model sees beside what a transformer reads; None where it sees none."""
         if self.text_encoder is None or self.vectorizer is None:
             return None
         return self.vectorizer.transform(texts)
+
+
+def _texts_of(
+    vectorizer: TextVectorizer | None, encoder: TextEncoder | None, texts: TextColumn
+) -> CsrRows | EncodedTexts:
+    if encoder is not None:
+        return EncodedTexts(texts, encoder)
+    assert vectorizer is not None, "a model of texts has one of the two"
+    return vectorizer.transform(texts)
+
+
+def _rows(features: Features | Column, rows: Int64) -> Rows:
+    return features[rows] if isinstance(features, np.ndarray) else features.take(rows)
 
 
 def fingerprint_of_run(folder: Path) -> str:
@@ -222,6 +281,10 @@ def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], reader: Che
             )
 
 
+def _column(reader: CheckpointReader, name: str) -> TextColumn:
+    return TextColumn(reader.read(f"{name}.offsets").numpy(), reader.read(f"{name}.data").numpy())
+
+
 def _arrays(reader: CheckpointReader, prefix: str) -> dict[str, NDArray[Any]]:
     """Return the tensors whose names start so, by the rest of the name."""
     return {
@@ -243,7 +306,7 @@ def restore(path: Path) -> Predictor:
         problem = Problem(label_instances=reader.read("label_instances").numpy(), **metadata["problem"])  # type: ignore[arg-type]
         _check_shapes(path, weight_shapes(config, problem), reader)
         text_encoder = _text_encoder(path, config, metadata.get("encoder"))
-        model = Model(
+        model = make_model(
             config,
             problem,
             text_encoder.transformer if text_encoder is not None and config.encoder.trained else None,
@@ -251,7 +314,7 @@ def restore(path: Path) -> Predictor:
         )
         for name, tensor in model.tensors().items():
             reader.read_into(f"model.{name}", tensor)
-        if config.similarity.used:
+        if isinstance(model, Model) and config.similarity.used:
             model.similarity = Similarity.from_arrays(
                 config.similarity,
                 _arrays(reader, "similarity."),
@@ -260,11 +323,13 @@ def restore(path: Path) -> Predictor:
             )
         arrays = _arrays(reader, "text.")
         vectorizer = TextVectorizer.from_arrays(arrays, config.text) if arrays else None
+        if isinstance(model, TwoTower):
+            model.texts = _texts_of(vectorizer, text_encoder, _column(reader, "label_texts"))
+            if "label_embeddings" in reader.shapes:
+                model.embeddings = reader.read("label_embeddings")
         names = None
         if "label_names.offsets" in reader.shapes:
-            names = TextColumn(
-                reader.read("label_names.offsets").numpy(), reader.read("label_names.data").numpy()
-            )
+            names = _column(reader, "label_names")
         reader.check_rest()
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(

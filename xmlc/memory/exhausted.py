@@ -87,6 +87,8 @@ def _message(run: Facts, phase: str, text: str, limit: int) -> str:
 
 def _name(run: Facts, phase: str, asked: int) -> str:
     """Return the planned tensor of this size, in brackets."""
+    if run.config.model.output == "two_tower":
+        return ""
     planned = plan(run.config, run.problem, run.batches)
     places: list[Phase] = [name for name in PHASES if name == phase] or list(PHASES)
     terms = [term for place in places for term in planned.terms(place)]
@@ -95,6 +97,8 @@ def _name(run: Facts, phase: str, asked: int) -> str:
 
 
 def _advice(run: Facts, allowed: int, limited: bool) -> str:
+    if run.config.model.output == "two_tower":
+        return "lower two_tower.mini_batch_size (0 keeps all activations) or training.batch_size"
     if run.config.encoder.trained and run.batches.encoder is None:  # the plan does not know it
         return "lower training.batch_size or encoder.max_length, or set encoder.recompute_activations = true"
     try:

@@ -104,8 +104,10 @@ def check_plannable(config: Config) -> None:
     """Check that the plan is of what will run.
 
     Raises:
-        ConfigError: It trains on a CUDA device, whose memory no plan knows.
+        ConfigError: It trains on a CUDA device, whose memory no plan knows, or has two towers.
     """
+    if config.model.output == "two_tower":
+        raise ConfigError("memory: plans and budgets know no model.output = two_tower; leave them out")
     if config.training.device != "cpu":
         raise ConfigError(
             f"memory: plans and budgets know training.device = cpu alone, found {config.training.device}; "

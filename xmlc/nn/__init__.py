@@ -3,6 +3,7 @@
 from xmlc.nn.embeddings import EncodedTexts, TextEncoder, open_embeddings
 from xmlc.nn.model import Model, Problem, weight_shapes
 from xmlc.nn.similarity import Similarity
+from xmlc.nn.two_tower import TwoTower, make_model
 
 __all__ = [
     "EncodedTexts",
@@ -10,6 +11,8 @@ __all__ = [
     "Problem",
     "Similarity",
     "TextEncoder",
+    "TwoTower",
+    "make_model",
     "open_embeddings",
     "weight_shapes",
 ]

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xmlc.config import Config
+from xmlc.config import Config, ModelConfig
 from xmlc.data.batches import Batch
 from xmlc.data.rows import CsrRows, unit_length
 from xmlc.errors import ConfigError
@@ -74,6 +74,9 @@ def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]
     if not problem.dense_features:
         shapes["encoder.embedding"] = (problem.feature_count, model.hidden)
         hidden = model.hidden
+    if model.output == "two_tower":
+        units = config.two_tower.projection
+        return shapes | ({"projection.weight": (units, hidden)} if units else {})
     width = _width(config)
     if width:
         shapes |= {"penultimate.weight": (width, hidden), "penultimate.bias": (width,)}
@@ -118,6 +121,33 @@ def _width(config: Config) -> int:
     ]
 
 
+Encoder = BagOfWords | DenseFeatures | TransformerEncoder
+
+
+def make_encoder(
+    config: Config, problem: Problem, transformer: TransformerEncoder | None, generator: torch.Generator
+) -> Encoder:
+    """Return the encoder with its weights drawn; a ``transformer`` that is trained brings its own."""
+    if transformer is not None:
+        return transformer
+    if problem.dense_features:
+        return DenseFeatures(problem.feature_count)
+    return BagOfWords(problem.feature_count, config.model.hidden, config.data.unit_length, generator)
+
+
+def hidden_of(
+    encoder: Encoder, config: ModelConfig, batch: Batch, generator: torch.Generator | None
+) -> Tensor:
+    """Return hidden [batch, hidden] on the autograd graph; with a generator, after dropout."""
+    train = generator is not None
+    generator = generator or torch.Generator()
+    encoder.train(train)
+    hidden = encoder(batch, config.input_dropout if train else 0.0, generator)
+    if config.hidden_activation == "relu":
+        hidden = hidden.relu()
+    return drop(hidden, config.hidden_dropout if train else 0.0, generator)
+
+
 class Model:
     """Encoder -> penultimate layer -> output layer; without a penultimate layer for ``output = "dense"``."""
 
@@ -138,13 +168,7 @@ class Model:
         self.similarity: Similarity | None = None  # not trained: given by who has the texts
         model = config.model
         generator = torch.Generator().manual_seed(config.training.seed)
-        self.encoder: BagOfWords | DenseFeatures | TransformerEncoder
-        if transformer is not None:
-            self.encoder = transformer
-        elif problem.dense_features:
-            self.encoder = DenseFeatures(problem.feature_count)
-        else:
-            self.encoder = BagOfWords(problem.feature_count, model.hidden, config.data.unit_length, generator)
+        self.encoder = make_encoder(config, problem, transformer, generator)
         hidden = self.encoder.hidden
         width = _width(config)
         self.penultimate = (
@@ -180,14 +204,7 @@ class Model:
 
     def hidden(self, batch: Batch, generator: torch.Generator | None = None) -> Tensor:
         """Return hidden [batch, hidden] on the autograd graph; with a generator, after dropout."""
-        model = self.config.model
-        train = generator is not None
-        generator = generator or torch.Generator()
-        self.encoder.train(train)
-        hidden = self.encoder(batch, model.input_dropout if train else 0.0, generator)
-        if model.hidden_activation == "relu":
-            hidden = hidden.relu()
-        return drop(hidden, model.hidden_dropout if train else 0.0, generator)
+        return hidden_of(self.encoder, self.config.model, batch, generator)
 
     def features(self, hidden: Tensor) -> Tensor:
         """Return the output layer's input, [input, batch] contiguous."""

@@ -36,7 +36,7 @@ LOGITS_SORTED_AT_ONCE = 1 << 18
 """Of the dense output: sorting takes some 30 bytes for each."""
 LOGITS_LOOKED_AT_ONCE = 1 << 18
 """Where active gradients are counted."""
-_LABELS_OF_A_BLOCK = 64  # whole groups of any size
+_LABELS_OF_A_BLOCK = SCALE_LABELS  # and whole groups of any size
 _SKIPPED_LOGIT = -1e9
 
 
@@ -278,10 +278,16 @@ class SparseOutput:
         return active / (self.label * batch)
 
     def _logits(self, features: Tensor, labels: slice) -> Tensor:
-        """Return the logits [label, batch] of a run of labels, which begins and ends with whole groups."""
-        groups = slice(labels.start // self.group_size, -(-labels.stop // self.group_size))
+        """Return the logits [label, batch] of a run of labels, of whole groups and scales."""
+        whole = slice(labels.start // self.group_size, -(-labels.stop // self.group_size))
+        scale = self.weight_scale
         return sparse_linear(
-            features, self.weight[labels], self.indices[groups], self.bias[labels], self.group_size
+            features.to(self.feature_dtype),
+            self.weight[labels],
+            self.indices[whole],
+            self.bias[labels],
+            self.group_size,
+            None if scale is None else scale[scales(labels.start) : scales(labels.stop)],
         )
 
     def redistribute(self, config: RedistributionConfig, strength: float, step: int) -> int:

@@ -70,6 +70,13 @@ def likely_cause(batch: Batch, config: Config, rate_factor: float) -> str:
 
 def high_rates(config: Config, rate_factor: float) -> str:
     """Say that learning rates are too high, which settings they are, and what they are in this step."""
+    if config.model.output == "two_tower":
+        section = "encoder_optimizer" if config.encoder.trained else "dense_optimizer"
+        rate = getattr(config, section).learning_rate
+        return (
+            f"a learning rate that is too high, {rate * rate_factor:.4g} in this step; lower "
+            f"{section}.learning_rate ({rate:g}), or set training.clip_norm"
+        )
     output, dense = config.output_optimizer.learning_rate, config.dense_optimizer.learning_rate
     return (
         f"learning rates that are too high, {output * rate_factor:.4g} and {dense * rate_factor:.4g} in this "

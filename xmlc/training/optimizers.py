@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim.sgd import sgd
 
 from xmlc.config import OptimizerConfig
 from xmlc.errors import ConfigError
-from xmlc.nn import Model
+from xmlc.nn import Model, TwoTower
 from xmlc.nn.output_layer import DenseOutput
 from xmlc.nn.transformer import TransformerEncoder
 
@@ -53,7 +53,7 @@ class Optimizers:
     Learning rates are set before every step; an absent part has no optimizer.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model | TwoTower) -> None:
         config = model.config
         self._parts: dict[str, PartOptimizer] = {}
         embeddings = [each for each in model.encoder.parameters() if each.requires_grad]
@@ -61,6 +61,9 @@ class Optimizers:
             self._parts["transformer"] = block_optimizer(embeddings, config.encoder_optimizer)
         elif embeddings:
             self._parts["encoder"] = _sparse_optimizer(embeddings, config.dense_optimizer)
+        if isinstance(model, TwoTower):
+            self._parts["towers"] = block_optimizer(model.towers, config.dense_optimizer)
+            return
         if model.penultimate is not None:
             self._parts["penultimate"] = block_optimizer(
                 model.penultimate.linear.parameters(), config.dense_optimizer
@@ -75,11 +78,16 @@ class Optimizers:
         return self._parts["penultimate"]
 
     def step_encoder(self) -> None:
-        """Update the encoder and free its gradient."""
-        encoder = self._parts.get("encoder") or self._parts.get("transformer")
-        if encoder is not None:
-            encoder.step()
-            encoder.free_gradients()
+        """Update the encoder, and what a two-tower model has behind it, and free their gradients."""
+        for name in ("encoder", "transformer", "towers"):
+            if name in self._parts:
+                self._parts[name].step()
+                self._parts[name].free_gradients()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters of all parts."""
+        for optimizer in self._parts.values():
+            yield from optimizer.parameters
 
     def set_rates(self, dense: float, output: float, transformer: float = 0.0) -> None:
         """Set the learning rates of this step."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from xmlc.config import Config
 from xmlc.data import Dataset
-from xmlc.data.batches import BatchStream, Column, holdout
+from xmlc.data.batches import BatchStream, Column, Span, holdout
 from xmlc.data.dataset import Features, feature_columns
 from xmlc.data.features import TextFeatures, open_text_features
 from xmlc.data.pretrained import no_texts, transformers
@@ -43,6 +43,8 @@ class Prepared:
     """Where the model has direct connections: those it starts with."""
     similarity: Similarity | None
     """Where likeness of texts is added to the logits: the texts."""
+    label_texts: Column | None = None
+    """Of a two-tower model: what the labels' texts are to the encoder. [label]"""
 
 
 def prepare(
@@ -77,22 +79,38 @@ def prepare(
             "ones; set them to 0"
         )
     of_labels = config.model.direct_fan_in > 0 or config.similarity.text_weight > 0.0
-    use_label_texts = documents is not None or (
-        of_labels and dataset.kind == "text" and dataset.label_texts is not None
+    two_tower = config.model.output == "two_tower"
+    if two_tower:
+        _check_label_texts(dataset)
+    use_label_texts = (
+        documents is not None
+        or two_tower
+        or (of_labels and dataset.kind == "text" and dataset.label_texts is not None)
     )
     inputs = _inputs(dataset, config, train_rows, use_words, use_label_texts, encoder, cache)
     features, words = inputs.train, inputs.train_words
 
     labels = trained_labels = split.labels
-    skipped = split.filter_pairs if config.data.skip_filter_pairs else None
+    skipped = split.filter_pairs if config.data.skip_filter_pairs or two_tower else None
     if skipped is not None:
         trained_labels = labels.without(skipped)
+    label_texts = None
+    if two_tower:
+        assert not isinstance(features, np.ndarray), "of texts, which were checked"
+        label_texts = Span(features, split.instances, dataset.label_count)
+        features = _head(features, split.instances)
+        train_rows = train_rows[np.diff(trained_labels.offsets)[train_rows] > 0]  # others have loss 0
+        if len(train_rows) == 0:
+            raise DataError(
+                f"{dataset.name}: two-tower training needs an instance with a label that is no filter pair, "
+                "found none; check the filter file"
+            )
     direct = similarity = None
     if use_words:
         seen = features if words is None else words
         assert isinstance(seen, CsrRows), "dense features were refused"
         direct, similarity = _of_words(dataset, config, seen, train_rows, use_label_texts)
-    if use_label_texts and documents is None:
+    if use_label_texts and documents is None and not two_tower:
         if words is not None:
             words = words.head(split.instances)
         else:
@@ -134,6 +152,7 @@ def prepare(
         text_encoder=inputs.text_encoder,
         direct=direct,
         similarity=similarity,
+        label_texts=label_texts,
     )
 
 
@@ -160,6 +179,35 @@ def _instances_of(labels: CsrRows) -> Int64:
 
 
 _ENTRIES_AT_ONCE = 1 << 20
+
+
+def _check_label_texts(dataset: Dataset) -> None:
+    """Check that a two-tower model has something to read.
+
+    Raises:
+        DataError: It has not.
+    """
+    if dataset.kind != "text" or dataset.label_texts is None:
+        found = "none of the labels" if dataset.kind == "text" else f"{dataset.kind} features"
+        raise DataError(
+            f"{dataset.name}: model.output = two_tower needs texts of instances and labels, found {found}; "
+            "use another output, or a data set with both"
+        )
+    empty = int((np.diff(dataset.label_texts.offsets) == 0).sum())
+    if empty == dataset.label_count:
+        raise DataError(
+            f"{dataset.name}: the labels must have texts, found {empty} empty ones; check the files"
+        )
+    if empty:
+        progress.say(f"{dataset.name}: {empty:,} of {dataset.label_count:,} labels have an empty text")
+
+
+def _head(features: Features | Column, rows: int) -> Features | Column:
+    """Return the first rows."""
+    if isinstance(features, CsrRows | TokenRows):
+        return features.head(rows)
+    assert not isinstance(features, np.ndarray), "of texts"
+    return Span(features, 0, rows)
 
 
 def batches_of(prepared: Prepared, traced: bool = False) -> Batches:
@@ -258,7 +306,7 @@ def _encoded(
     encoder = TextEncoder.load(folder, config.encoder)
     encoder.transformer.to(config.training.device)
     columns = {f"{dataset.fingerprint} train": texts}
-    if config.data.label_documents:
+    if config.data.label_documents or config.model.output == "two_tower":
         assert dataset.label_texts is not None, "checked by the caller"
         columns[f"{dataset.fingerprint} labels"] = dataset.label_texts
     rows: Column

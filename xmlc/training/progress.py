@@ -40,17 +40,23 @@ def bar(total: int, description: str, initial: int = 0) -> Bar:
 
 def evaluation_bar(batches: Iterable[Batch], total: int) -> Iterable[Batch]:
     """Pass batches through under a bar."""
-    with bar(total, "evaluate") as progress:
-        for batch in batches:
-            yield batch
-            progress.update()
+    return _under_bar(batches, total, "evaluate")
 
 
 def embedding_bar(blocks: Iterable[T], total: int) -> Iterable[T]:
     """Pass blocks of texts through under a bar."""
-    with bar(total, "embed texts") as progress:
-        for block in blocks:
-            yield block
+    return _under_bar(blocks, total, "embed texts")
+
+
+def mining_bar(batches: Iterable[Batch], total: int) -> Iterable[Batch]:
+    """Pass batches through under a bar."""
+    return _under_bar(batches, total, "mine negatives")
+
+
+def _under_bar(items: Iterable[T], total: int, description: str) -> Iterable[T]:
+    with bar(total, description) as progress:
+        for item in items:
+            yield item
             progress.update()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -79,12 +81,15 @@ def _encoder_gradients(model: Model) -> list[Tensor]:
     return [each.grad for each in model.encoder.parameters() if each.grad is not None]
 
 
+def gradient_square(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of all gradients, dense or sparse."""
+    values = (each.coalesce().values() if each.is_sparse else each for each in gradients)
+    return sum((each.square().sum() for each in values), torch.zeros(()))
+
+
 def _clip_factor(model: Model, hidden: Tensor, gradient: Tensor, clip_norm: float) -> Tensor:
     """Return what to multiply the gradients of encoder and penultimate layer by."""
-    square = gradient.new_zeros(())
-    for each in _encoder_gradients(model):
-        values = each.coalesce().values() if each.is_sparse else each
-        square += values.square().sum()
+    square = gradient.new_zeros(()) + gradient_square(_encoder_gradients(model))
     if model.penultimate is not None:
         square += model.penultimate.linear.gradient_square_norm(hidden.T, gradient)
     return (clip_norm / (square.sqrt() + 1e-12)).clamp(max=1.0)

@@ -22,6 +22,7 @@ from xmlc.checkpoint import CheckpointReader
 from xmlc.config import Config, TrainingConfig
 from xmlc.data import Batch, Dataset
 from xmlc.data.pretrained import locate_encoder
+from xmlc.data.rows import CsrRows
 from xmlc.errors import CheckpointError, ConfigError, XmlcError
 from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
@@ -38,7 +39,7 @@ from xmlc.memory.process import (
 )
 from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
-from xmlc.nn import Model
+from xmlc.nn import Model, TwoTower, make_model
 from xmlc.nn.output_layer import SparseOutput, normalised
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
@@ -49,6 +50,7 @@ from xmlc.training.prepare import Prepared, batches_of, import_libraries, prepar
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
+from xmlc.training.two_tower import mine, two_tower_step
 
 LOWEST_RATE_FACTOR = 2.0**-10
 MANY_CONNECTIONS = 1 << 23
@@ -91,7 +93,7 @@ class Trainer:
         self.folder = folder
         self.prepared = prepared
         encoder = prepared.text_encoder
-        self.model = Model(
+        self.model = make_model(
             config,
             prepared.problem,
             encoder.transformer if encoder is not None and config.encoder.trained else None,
@@ -105,6 +107,7 @@ class Trainer:
         self.schedule = Schedule(config.schedule, total_steps, Plateau())
         self.stopping = EarlyStopping(config.training, Plateau())
         self.position = Position()
+        self.negatives: CsrRows | None = None  # of a two-tower model, mined
         self.rate_factor = 1.0  # below 1 after a loss that diverged
         self.seconds = 0.0  # spent in training steps, over all sessions of the run
         self.stopwatch = Stopwatch()  # since the last line of metrics
@@ -113,10 +116,13 @@ class Trainer:
         self._board = _tensorboard(folder.path) if config.training.tensorboard else None
 
     def _connect(self) -> None:
-        """Give direct connections their start; a checkpoint to resume from overwrites it."""
+        """Give the model its texts, and direct connections their start; a checkpoint overwrites that."""
+        if isinstance(self.model, TwoTower):
+            self.model.texts = self.prepared.label_texts
+            return
         self.model.similarity = self.prepared.similarity
-        output = self.model.output
-        if isinstance(output, SparseOutput) and output.direct is not None:
+        output = self._sparse_output
+        if output is not None and output.direct is not None:
             assert self.prepared.direct is not None, "prepare has chosen them"
             output.direct.connect(self.prepared.direct.indices, self.prepared.direct.weight)
 
@@ -148,6 +154,11 @@ class Trainer:
         self.folder.log(f"finished after {self.position.step} steps, {self._reason_to_end()}")
 
     @property
+    def _sparse_output(self) -> SparseOutput | None:
+        output = None if isinstance(self.model, TwoTower) else self.model.output
+        return output if isinstance(output, SparseOutput) else None
+
+    @property
     def _goes_back(self) -> bool:
         return self.config.training.on_divergence == "lower_rate"
 
@@ -167,7 +178,9 @@ class Trainer:
     def _epoch(self) -> None:
         position, training = self.position, self.config.training
         started = time.monotonic()
-        stream = self.prepared.train
+        if position.batch == 0:
+            self._mine()
+        stream = replace(self.prepared.train, negatives=self.negatives)
         with progress.bar(len(stream), f"epoch {position.epoch + 1}", position.batch) as bar:
             for batch in self.stopwatch.each("data", stream.epoch(position.epoch, position.batch)):
                 loss = self.step(batch)
@@ -205,20 +218,15 @@ class Trainer:
             output_rate,
             config.encoder_optimizer.learning_rate * factor * self._encoder_warmup(),
         )
-        loss = float(
-            training_step(
-                self.model,
-                batch,
-                self.optimizers,
-                output_rate,
-                position.step,
-                config.training.clip_norm,
-                self.stopwatch,
-            )
-        )
+        model, optimizers = self.model, self.optimizers
+        rest = (position.step, config.training.clip_norm, self.stopwatch)
+        if isinstance(model, TwoTower):
+            loss = float(two_tower_step(model, batch, optimizers, *rest))
+        else:
+            loss = float(training_step(model, batch, optimizers, output_rate, *rest))
         self._check_loss(loss, batch, factor)
-        output = self.model.output
-        if isinstance(output, SparseOutput) and self.policy.due(position.step):
+        output = self._sparse_output
+        if output is not None and self.policy.due(position.step):
             with self.stopwatch.phase("redistribution"):
                 moved = output.redistribute(
                     config.redistribution, self.policy.strength(position.step), position.step
@@ -226,6 +234,15 @@ class Trainer:
             position.redistributions.append({"step": position.step, "moved": moved})
             self.folder.log(f"step {position.step}: redistributed {moved} connections")
         return loss
+
+    def _mine(self) -> None:
+        """Look for the negatives of the epochs to come, where that is due."""
+        settings = self.config.two_tower
+        due = settings.mined_negatives and self.position.epoch % settings.refresh_epochs == 0
+        if due and isinstance(self.model, TwoTower):
+            with self.stopwatch.phase("data"):
+                self.model.embed_labels(progress.embedding_bar)
+                self.negatives = mine(self.model, self.prepared.train, progress.mining_bar)
 
     def _encoder_warmup(self) -> float:
         """Return the factor of a trained encoder's rate in this step."""
@@ -281,6 +298,9 @@ class Trainer:
             "learning_rate_factor": self.rate_factor * self.schedule.factor(position.step),
         }
         best = True
+        if isinstance(self.model, TwoTower):  # also for the checkpoint: who loads it need not embed them
+            with self.stopwatch.phase("validation"):
+                self.model.embed_labels(progress.embedding_bar)
         if len(self.prepared.validation.rows):
             with self.stopwatch.phase("validation"):
                 report = self.validate()
@@ -295,7 +315,7 @@ class Trainer:
             best = self.stopping.evaluated(values[training.metric])
             position.finished = self.stopping.stop
         entry["best"] = best
-        if isinstance(self.model.output, SparseOutput):
+        if self._sparse_output is not None:
             entry["redistributions"] = position.redistributions
             if not normalised(self.config.loss):
                 with self.stopwatch.phase("validation"):
@@ -329,12 +349,12 @@ class Trainer:
 
     def active_share(self) -> float:
         """Return the share of active gradients in the first batches of the coming epoch, without dropout."""
-        output, shares = self.model.output, []
-        assert isinstance(output, SparseOutput)
+        model, output, shares = self.model, self._sparse_output, []
+        assert isinstance(model, Model) and output is not None
         with torch.no_grad():
             for batch in islice(self.prepared.train.epoch(self.position.epoch + 1), ACTIVE_BATCHES):
-                features = self.model.features(self.model.hidden(batch))
-                direct = self.model.direct_features(batch)
+                features = model.features(model.hidden(batch))
+                direct = model.direct_features(batch)
                 shares.append(output.active_share(features, batch.labels, direct, batch.skipped))
         return sum(shares) / len(shares)
 
@@ -373,6 +393,8 @@ class Trainer:
         if self.prepared.similarity is not None:
             for key, array in self.prepared.similarity.arrays().items():
                 tensors[f"similarity.{key}"] = torch.from_numpy(array)
+        if isinstance(self.model, TwoTower):
+            tensors |= self._of_labels(self.model)
         if self.dataset.label_names is not None:
             tensors["label_names.offsets"] = torch.tensor(self.dataset.label_names.offsets)
             tensors["label_names.data"] = torch.tensor(self.dataset.label_names.data)
@@ -399,6 +421,21 @@ class Trainer:
                 self.folder.checkpoints.mark_best(name)
             self.folder.checkpoints.keep(last=self.config.training.keep_last)
         self._saved = time.monotonic()
+
+    def _of_labels(self, model: TwoTower) -> dict[str, Tensor]:
+        """Return the labels' texts, their embeddings where these are current, and mined negatives."""
+        texts = self.dataset.label_texts
+        assert texts is not None, "checked before training"
+        tensors = {
+            "label_texts.offsets": torch.tensor(texts.offsets),
+            "label_texts.data": torch.tensor(texts.data),
+        }
+        if model.embeddings is not None:
+            tensors["label_embeddings"] = model.embeddings
+        if self.negatives is not None:
+            tensors["negatives.offsets"] = torch.from_numpy(self.negatives.offsets)
+            tensors["negatives.indices"] = torch.from_numpy(self.negatives.indices)
+        return tensors
 
     def _encoder_fingerprint(self) -> str | None:
         encoder = self.prepared.text_encoder
@@ -442,6 +479,8 @@ class Trainer:
                     if name.startswith("optimizer.")
                 }
             )
+            if isinstance(self.model, TwoTower):
+                self._restore_labels(self.model, reader)
             reader.check_rest()
             self.position = Position(**metadata["position"])
             self.schedule.plateau = Plateau(**metadata["schedule"]["plateau"])
@@ -455,6 +494,15 @@ class Trainer:
                 f"{path}: the checkpoint must hold the state of this run, found "
                 f"{type(error).__name__}: {error}; resume with the version that wrote it"
             ) from None
+
+    def _restore_labels(self, model: TwoTower, reader: CheckpointReader) -> None:
+        """Take over what `_of_labels` keeps; the texts are the data set's."""
+        model.embeddings = None
+        if "label_embeddings" in reader.shapes:
+            model.embeddings = reader.read("label_embeddings").to(self.config.training.device)
+        if "negatives.offsets" in reader.shapes:
+            offsets, indices = (reader.read(f"negatives.{name}").numpy() for name in ("offsets", "indices"))
+            self.negatives = CsrRows(offsets, indices, None, model.problem.label_count)
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
