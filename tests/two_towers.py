@@ -54,7 +54,7 @@ def _pairs(labels: CsrRows) -> CsrRows:
     )
 
 
-def config(encoder: Path | None = None, frozen: bool = False, **sections: dict[str, Any]) -> Config:
+def config(encoder: Path | None = None, frozen: bool = False, /, **sections: dict[str, Any]) -> Config:
     """Return settings; with an encoder, of a transformer."""
     made: dict[str, dict[str, Any]] = {"model": {"output": "two_tower"}, "training": {"batch_size": 16}}
     if encoder is not None:

@@ -39,12 +39,12 @@ def test_help_lists_the_verbs_in_the_order_of_use(xmlc: Xmlc) -> None:
     text = ok(xmlc("--help"))
     places = [
         text.index(f"\n  {verb} ")
-        for verb in ("train", "eval", "predict", "data", "profile", "report", "info")
+        for verb in ("train", "eval", "predict", "export", "data", "profile", "report", "info")
     ]
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("verb", ["train", "eval", "predict", "data", "profile", "report", "info"])
+@pytest.mark.parametrize("verb", ["train", "eval", "predict", "export", "data", "profile", "report", "info"])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_verb_has_help(verb: str, flag: str, xmlc: Xmlc) -> None:
     assert f" {verb} [OPTIONS]" in ok(xmlc(verb, flag)).splitlines()[0]

@@ -19,7 +19,7 @@ from xmlc.errors import XmlcError
 class Group(click.Group):
     """Loads a verb when it is called, so that ``--help`` need not wait for torch, and reports errors."""
 
-    verbs = ("train", "eval", "predict", "data", "profile", "report", "info")
+    verbs = ("train", "eval", "predict", "export", "data", "profile", "report", "info")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the verbs in the order of use."""
