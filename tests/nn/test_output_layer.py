@@ -18,7 +18,6 @@ from xmlc.nn import dense, output_layer
 from xmlc.nn.direct import DirectConnections
 from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
 from xmlc.ops import quantise, widen
-from xmlc.ops.float8 import widen
 from xmlc.training.optimizers import block_optimizer
 
 LABELS, INPUTS, BATCH, FAN_IN = 37, 11, 9, 4

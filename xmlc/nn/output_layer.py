@@ -131,9 +131,7 @@ class SparseOutput:
         self.weight = zeros((label, model.fan_in), dtype)
         self.weight_scale = new_scale(label, dtype)
         self.indices = zeros((groups(label, model.group_size), model.fan_in), index_dtype(model.width))
-        draw_connections(
-            self.weight, self.indices, model.width, model.group_size, seed, self.weight_scale
-        )
+        draw_connections(self.weight, self.indices, model.width, model.group_size, seed, self.weight_scale)
         _draw_weight(self.weight, self.weight_scale, model, generator)
         self.bias = bias
         self.positive_weight = positive_weight

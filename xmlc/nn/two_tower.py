@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -131,11 +132,15 @@ class TwoTower:
 
 
 def make_model(
-    config: Config, problem: Problem, transformer: TransformerEncoder | None = None
+    config: Config,
+    problem: Problem,
+    transformer: TransformerEncoder | None = None,
+    scratch: Path | None = None,
 ) -> Model | TwoTower:
     """Return the model that the settings ask for; see there."""
-    kind = TwoTower if config.model.output == "two_tower" else Model
-    return kind(config, problem, transformer)
+    if config.model.output == "two_tower":
+        return TwoTower(config, problem, transformer)
+    return Model(config, problem, transformer, scratch)
 
 
 def _projection(hidden: int, units: int, generator: torch.Generator) -> nn.Linear:
