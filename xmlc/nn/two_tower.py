@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
