@@ -43,6 +43,8 @@ def test_a_report_is_json_that_says_what_was_measured(kind: str, runs_by_kind: d
         "deciles": [],
         "run": str(runs_by_kind[kind]),
         "checkpoint": "best",
+        "tower": None,
+        "tower_weight": None,
     }
     assert len(fingerprint) == 32
     names = ("P", "nDCG", "R", "PSP", "PSnDCG", "PSR", "coverage", "macroP")

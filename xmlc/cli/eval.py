@@ -19,6 +19,17 @@ import click
 @click.option("--no-filter", is_flag=True, help="Do not mask the pairs of the filter file.")
 @click.option("--deciles", is_flag=True, help="Add every metric by label-frequency decile.")
 @click.option(
+    "--tower",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Add the cosines of a two-tower run to the logits.",
+)
+@click.option(
+    "--tower-weight",
+    type=float,
+    help="Weight of the cosines, instead of the best on the instances that both runs held out.",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print JSON with fractions instead of a table of percent."
 )
 def command(
@@ -31,6 +42,8 @@ def command(
     propensity_b: float | None,
     no_filter: bool,
     deciles: bool,
+    tower: Path | None,
+    tower_weight: float | None,
     as_json: bool,
 ) -> None:
     """Evaluate RUN on the test set of DATA (default: the data set it was trained on)."""
@@ -47,6 +60,8 @@ def command(
         propensity_b=propensity_b,
         mask_filter_pairs=not no_filter,
         deciles=deciles,
+        tower=tower,
+        tower_weight=tower_weight,
         progress=evaluation_bar,
     )
     click.echo(json.dumps(report, indent=2) if as_json else report_table(report))

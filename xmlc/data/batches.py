@@ -102,7 +102,7 @@ class BatchStream:
             instances = order[first : first + self.batch_size]
             yield Batch(
                 instances,
-                _take(self.features, instances),
+                take(self.features, instances),
                 self.labels.take(instances),
                 *(
                     None if each is None else each.take(instances)
@@ -140,7 +140,8 @@ def _by_length(order: Int64, lengths: Int64, batch_size: int, generator: np.rand
     return np.concatenate(parts)
 
 
-def _take(features: Features | Column, rows: Int64) -> Rows:
+def take(features: Features | Column, rows: Int64) -> Rows:
+    """Return some rows of features or of a column."""
     if isinstance(features, np.ndarray):
         return np.asarray(features[rows], dtype=np.float32)
     return features.take(rows)

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 import scipy.sparse
 from numpy.typing import NDArray
+from torch import Tensor
 
 from xmlc.data.batches import Batch, BatchStream
 from xmlc.data.rows import CsrRows
 from xmlc.metrics import Report, evaluate, mask_pairs
-from xmlc.nn import Model, TwoTower
+from xmlc.nn import Problem
 
 BATCH = 256
 
 Progress = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
 
+class Ranker(Protocol):
+    """A trained model that ranks labels."""
+
+    @property
+    def problem(self) -> Problem:
+        """What it was trained for."""
+
+    def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """Return scores and labels [batch, k], best first, on the CPU."""
+
+
 def rank_labels(
-    model: Model | TwoTower,
+    model: Ranker,
     stream: BatchStream,
     k: int,
     filter_pairs: CsrRows | None,
@@ -42,7 +55,7 @@ def rank_labels(
 
 
 def evaluate_model(
-    model: Model | TwoTower,
+    model: Ranker,
     stream: BatchStream,
     k: int,
     filter_pairs: CsrRows | None,

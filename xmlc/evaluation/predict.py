@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from xmlc.checkpoint import CheckpointFolder, CheckpointReader
 from xmlc.config import Config, build_config
-from xmlc.data.batches import BatchStream, Column, Rows
+from xmlc.data.batches import BatchStream, Column, take
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
 from xmlc.data.pretrained import encoder_fingerprint
-from xmlc.data.rows import CsrRows, Int64, TextColumn
+from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation.evaluator import BATCH
@@ -158,7 +158,7 @@ class Predictor:
         with torch.no_grad():
             for first in range(0, row_count(column), BATCH):
                 rows = np.arange(first, min(first + BATCH, row_count(column)))
-                found.append(model.embed(_rows(column, rows)).cpu().numpy())
+                found.append(model.embed(take(column, rows)).cpu().numpy())
         return np.concatenate(found)
 
     def with_labels(self, texts: Sequence[str], names: Sequence[str] | None = None) -> Predictor:
@@ -182,7 +182,7 @@ class Predictor:
             )
         known = [self.label_name(label) for label in range(model.problem.label_count)]
         column = self.of_texts(added)
-        extended = model.with_labels(_rows(column, np.arange(len(added))))
+        extended = model.with_labels(take(column, np.arange(len(added))))
         return replace(self, model=extended, label_names=TextColumn.from_strings([*known, *named]))
 
     def _two_tower(self, where: str) -> TwoTower:
@@ -207,10 +207,6 @@ def _texts_of(
         return EncodedTexts(texts, encoder)
     assert vectorizer is not None, "a model of texts has one of the two"
     return vectorizer.transform(texts)
-
-
-def _rows(features: Features | Column, rows: Int64) -> Rows:
-    return features[rows] if isinstance(features, np.ndarray) else features.take(rows)
 
 
 def fingerprint_of_run(folder: Path) -> str:

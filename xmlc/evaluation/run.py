@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import numpy as np
 from xmlc.data import Dataset, open_dataset
 from xmlc.data.batches import BatchStream, Column
 from xmlc.data.dataset import Features
-from xmlc.data.rows import TextColumn
+from xmlc.data.rows import Int64, TextColumn
 from xmlc.errors import ConfigError, DataError
-from xmlc.evaluation.evaluator import BATCH, Progress, evaluate_model
+from xmlc.evaluation.evaluator import BATCH, Progress, Ranker, evaluate_model
+from xmlc.evaluation.hybrid import Hybrid, best_weight, held_out, join
 from xmlc.evaluation.predict import Predictor, load
 from xmlc.metrics import inverse_propensity
 from xmlc.nn import open_embeddings
@@ -29,6 +32,8 @@ def evaluate_run(
     propensity_b: float | None = None,
     mask_filter_pairs: bool = True,
     deciles: bool = False,
+    tower: str | Path | None = None,
+    tower_weight: float | None = None,
     progress: Progress = lambda batches, _: batches,
 ) -> dict[str, Any]:
     """Evaluate a run's checkpoint.
@@ -43,6 +48,8 @@ def evaluate_run(
         propensity_b: Instead of the data set's B.
         mask_filter_pairs: Whether the pairs of the filter file are left out of the ranking.
         deciles: Add every metric by label-frequency decile.
+        tower: Folder of a two-tower run, whose cosines are added to the run's logits; see `Hybrid`.
+        tower_weight: Their weight; None chooses it on the training instances that both runs held out.
         progress: Wraps the batches, given their number.
 
     Returns:
@@ -51,10 +58,16 @@ def evaluate_run(
     Raises:
         CheckpointError: There is no run, or it cannot be trusted.
         DataError: The data set does not fit the run.
-        ConfigError: ``which``, ``split`` or a propensity constant is out of range.
+        ConfigError: ``which``, ``split``, a weight or a propensity constant is out of range; or the two runs
+            do not go together.
     """
     if split not in ("test", "train"):
         raise ConfigError(f"evaluate: split must be test or train, found {split!r}; choose one")
+    if tower_weight is not None and (tower is None or not 0.0 <= tower_weight < math.inf):
+        raise ConfigError(
+            f"evaluate: tower_weight must be a number from 0 on, of a tower, found {tower_weight} and tower "
+            f"{tower}; name the run of the tower as well"
+        )
     predictor = load(run, which)
     trained_on = predictor.metadata["data"]
     source = data if data is not None else trained_on["source"]
@@ -71,7 +84,9 @@ def evaluate_run(
         mask_filter_pairs=mask_filter_pairs,
         deciles=deciles,
         progress=progress,
-    ) | {"run": str(run), "checkpoint": which}
+        tower=None if tower is None else load(tower, which),
+        tower_weight=tower_weight,
+    ) | {"run": str(run), "checkpoint": which, "tower": None if tower is None else str(tower)}
 
 
 def evaluate_predictor(
@@ -85,6 +100,8 @@ def evaluate_predictor(
     mask_filter_pairs: bool,
     deciles: bool,
     progress: Progress,
+    tower: Predictor | None = None,
+    tower_weight: float | None = None,
 ) -> dict[str, Any]:
     """Evaluate a loaded model; see `evaluate_run`."""
     chosen = dataset.test if split == "test" else dataset.train
@@ -108,19 +125,16 @@ def evaluate_predictor(
             f"{dataset.name}: the run knows {problem.feature_count} features, found "
             f"{dataset.feature_count}; evaluate on data with the features it was trained on"
         )
-    features: Features | Column | None = chosen.features
-    words = None
-    if predictor.takes == "text":
-        assert chosen.texts is not None, "a text data set has texts"
-        features = _features(predictor, chosen.texts, f"{dataset.fingerprint} {split}")
-        words = predictor.words_of(chosen.texts)
-    assert features is not None, "a data set without texts has features"
+    stream = _stream(predictor, dataset, split, np.arange(chosen.instances))
+    ranker: Ranker = predictor.model
+    if tower is not None:
+        ranker = _with_tower(predictor, tower, dataset, split, tower_weight)
     a = problem.propensity_a if propensity_a is None else propensity_a
     b = problem.propensity_b if propensity_b is None else propensity_b
     filter_pairs = chosen.filter_pairs if mask_filter_pairs else None
     report = evaluate_model(
-        predictor.model,
-        BatchStream(features, chosen.labels, np.arange(chosen.instances), BATCH, 0, words=words),
+        ranker,
+        stream,
         k,
         filter_pairs,
         deciles=deciles,
@@ -140,9 +154,45 @@ def evaluate_predictor(
         "fingerprint": dataset.fingerprint,
         "trained_on_this_data": dataset.fingerprint == trained_on["fingerprint"],
         "epoch": predictor.metadata["position"]["epoch"],
+        "tower_weight": ranker.weight if isinstance(ranker, Hybrid) else None,
         "metrics": dict(report.values),
         "deciles": [dict(decile) for decile in report.deciles],
     }
+
+
+def _stream(predictor: Predictor, dataset: Dataset, split: str, rows: Int64) -> BatchStream:
+    """Return some instances of a split as the model takes them."""
+    chosen = dataset.train if split == "train" else dataset.test
+    assert chosen is not None, "checked by who chose the split"
+    features: Features | Column | None = chosen.features
+    words = None
+    if predictor.takes == "text":
+        assert chosen.texts is not None, "a text data set has texts"
+        features = _features(predictor, chosen.texts, f"{dataset.fingerprint} {split}")
+        words = predictor.words_of(chosen.texts)
+    assert features is not None, "a data set without texts has features"
+    return BatchStream(features, chosen.labels, rows, BATCH, 0, words=words)
+
+
+def _with_tower(
+    head: Predictor, tower: Predictor, dataset: Dataset, split: str, weight: float | None
+) -> Hybrid:
+    """Return both as one; without a weight the best on what they held out."""
+    if tower.takes != dataset.kind:
+        raise ConfigError(
+            f"hybrid: the tower must take the {dataset.kind} instances of {dataset.name}, found "
+            f"{tower.takes} ones; train one on that data"
+        )
+    none = np.empty(0, np.int64)
+    joined = join(head, tower, _stream(tower, dataset, split, none).features, weight or 0.0)
+    if weight is not None:
+        return joined
+    stream = _stream(head, dataset, "train", held_out(head, tower, dataset))
+    pairs = dataset.train.filter_pairs
+    read = replace(joined, features=_stream(tower, dataset, "train", none).features)
+    return replace(
+        joined, weight=best_weight(read, stream, None if pairs is None else pairs.take(stream.rows))
+    )
 
 
 def _features(predictor: Predictor, texts: TextColumn, key: str) -> Features | Column:
@@ -165,6 +215,8 @@ def report_table(report: dict[str, Any]) -> str:
         f"filter pairs masked: {report['masked_pairs']}; propensities: A = {report['propensity_a']}, "
         f"B = {report['propensity_b']}; epoch {report['epoch']}",
     ]
+    if report["tower_weight"] is not None:
+        lines.append(f"two towers added: {report['tower']}, weight {report['tower_weight']:g}")
     if not report["trained_on_this_data"]:
         lines.append("note: this is not the data set that the run was trained on (fingerprints differ)")
     lines += ["", f"{'percent':10}" + "".join(f"{'@' + str(rank):>8}" for rank in shown)]

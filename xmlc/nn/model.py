@@ -228,13 +228,17 @@ class Model:
         assert batch.words is not None, "checked where the stream was made"
         return unit_length(batch.words) if self.config.data.unit_length else batch.words
 
-    def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU."""
+    def top_labels(self, batch: Batch, k: int, further: LogitOffsets | None = None) -> tuple[Tensor, Tensor]:
+        """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU.
+
+        ``further`` is added to the logits, where the output layer can do that.
+        """
+        offsets = self._similarity(batch)
+        if further is not None:
+            offsets = further.and_also(offsets)
         with torch.no_grad():
             features = self.features(self.hidden(batch))
-            scores, labels = self.output.top_labels(
-                features, k, self.direct_features(batch), self._similarity(batch)
-            )
+            scores, labels = self.output.top_labels(features, k, self.direct_features(batch), offsets)
         return scores.cpu(), labels.cpu()
 
     def _similarity(self, batch: Batch) -> LogitOffsets | None:
