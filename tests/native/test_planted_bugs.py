@@ -161,8 +161,8 @@ NARROWED: dict[str, tuple[str, str, str]] = {
     "nowhere": ("rows.cuh", "", ""),
     "of weights": (
         "rows.cuh",
-        "load_weight(layer, (label + r) * layer.fan_in + k)",
-        "load_weight(layer, static_cast<std::uint32_t>((label + r) * layer.fan_in + k))",
+        "load_weight(layer, label + r, (label + r) * layer.fan_in + k)",
+        "load_weight(layer, label + r, static_cast<std::uint32_t>((label + r) * layer.fan_in + k))",
     ),
     "of runs of weights": (
         "tensor_products.cuh",
