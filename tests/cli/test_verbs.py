@@ -346,7 +346,7 @@ def test_report_writes_a_page_and_prints_its_path(xmlc: Xmlc, home: Path, tmp_pa
     for words in ("text data", "Training loss", "Connections pruned and regrown", "Time by phase"):
         assert words in text
     assert "connections moved in all" in text
-    assert text.count("<svg ") == 7  # all but the share of active gradients
+    assert text.count("<svg ") == 8
 
 
 def test_report_goes_into_the_run_folder(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:

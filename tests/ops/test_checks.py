@@ -133,10 +133,10 @@ BATCH = {
         "features",
         "got float64 [10, 5]",
     ),
-    "features of bfloat16": (
-        lambda p: replace(p, features=p.features.bfloat16()),
+    "features of float16": (
+        lambda p: replace(p, features=p.features.half()),
         "features",
-        "got bfloat16 [10, 5]",
+        "got float16 [10, 5]",
     ),
     "features of one axis": (
         lambda p: replace(p, features=p.features[:, 0].contiguous()),
@@ -524,10 +524,10 @@ def test_an_incoming_gradient_that_does_not_fit_the_layer_is_refused(
     ("gradient", "found"),
     [
         (incoming(18, 4), "got float32 [18, 4]"),
-        (incoming(18, 5).bfloat16(), "got bfloat16 [18, 5]"),
+        (incoming(18, 5).half(), "got float16 [18, 5]"),
         (incoming(5), "got [5]"),
     ],
-    ids=["too few instances", "bfloat16", "one axis"],
+    ids=["too few instances", "float16", "one axis"],
 )
 def test_an_incoming_gradient_that_does_not_fit_the_batch_is_refused(
     gradient: torch.Tensor, found: str

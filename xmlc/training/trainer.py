@@ -629,13 +629,16 @@ def _sums_in_order(training: TrainingConfig) -> Iterator[None]:
 
     torch then refuses what has no such order, and cuBLAS needs a setting before its first product.
     """
-    before = torch.are_deterministic_algorithms_enabled()
+    asked = training.device == "cuda" and training.deterministic
+    if not asked or torch.are_deterministic_algorithms_enabled():
+        yield  # and not torch's switch, which imports its compiler
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(before or (training.device == "cuda" and training.deterministic))
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(False)
 
 
 def _fitted(
