@@ -251,6 +251,8 @@ class SparseOutput:
         """
         assert not normalised(self.loss), "their gradients need all labels at once"
         offsets = _all_offsets(self._direct_logits(direct), skipped)[0]
+        if offsets is not None:
+            offsets = offsets.to(features.device)
         label, instance = (
             each.to(features.device)
             for each in pairs_by_label(*positive_tensors(positives), positives.rows, self.label)
@@ -261,7 +263,7 @@ class SparseOutput:
         for first in range(0, self.label, size):
             logits = self._logits(features, slice(first, first + size))
             if offsets is not None:
-                _add_offsets(logits, offsets.to(features.device), first)
+                _add_offsets(logits, offsets, first)
             positive = torch.zeros_like(logits, dtype=torch.bool)
             inside = (label >= first) & (label < first + len(logits))
             positive[label[inside].long() - first, instance[inside].long()] = True

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmlc.data.batches import Batch, BatchStream, Rows
+from xmlc.data.batches import Batch, BatchStream, Rows, take
 from xmlc.data.dataset import row_count
 from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows, offsets_of
 from xmlc.losses import GradientCache, LabelPool, label_pool
@@ -93,7 +93,7 @@ def _embedded(cache: GradientCache | _Graph, model: TwoTower, rows: Rows, seed: 
         generator = torch.Generator().manual_seed((seed + 2 * texts.first + side) % (1 << 63))
         return model.embed(texts.rows, generator)
 
-    embeddings = cache.embed(embed, _Texts(_taken(rows, order), 0))
+    embeddings = cache.embed(embed, _Texts(take(rows, order), 0))
     # The order is undone on the graph: the leaf's gradient comes back in the order of the mini-batches.
     return embeddings[torch.from_numpy(np.argsort(order)).to(embeddings.device)]
 
@@ -110,11 +110,7 @@ class _Texts:
 
     def __getitem__(self, part: slice) -> _Texts:
         chosen = np.arange(len(self))[part]
-        return _Texts(_taken(self.rows, chosen), self.first + part.start)
-
-
-def _taken(rows: Rows, chosen: Int64) -> Rows:
-    return rows[chosen] if isinstance(rows, np.ndarray) else rows.take(chosen)
+        return _Texts(take(self.rows, chosen), self.first + part.start)
 
 
 class _Graph:
