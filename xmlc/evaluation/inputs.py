@@ -74,7 +74,7 @@ def _text(line: str, place: str) -> str:
     if not parts:
         raise DataError(
             f"{place}: the object must hold title, content or text, found "
-            f"{', '.join(fields) or 'no key'}; add one"
+            f"{json.dumps(list(fields))[:60] if fields else 'no key'}; add one"
         )
     for name, part in parts.items():
         if not isinstance(part, str) or not is_unicode(part):
