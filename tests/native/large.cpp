@@ -1,6 +1,6 @@
 // The last labels of a layer of 2^27 labels, whose places in weights, logits and indices lie beyond 2^31 and
-// 2^32, against the same labels as a layer of their own: the same bits. Pages that nothing touches take no
-// memory.
+// 2^32, against the same labels as a layer of their own: the same bits. What redistribution draws depends on
+// the place, so its rules are checked instead. Pages that nothing touches take no memory.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -12,6 +12,7 @@
 
 // The passes over a part of the labels are theirs alone.
 #include "cuda/fused_step.cu"
+#include "cuda/redistribute.cu"
 #include "cuda/sparse_linear.cu"
 #include "cuda/top_labels.cu"
 
@@ -109,6 +110,101 @@ void logits(Side& side) {
                nullptr);
 }
 
+// The best labels among the last.
+struct Top {
+  static constexpr std::int64_t kBest = 5;
+  std::vector<float> scores = std::vector<float>(kBatch * kBest);
+  std::vector<std::int64_t> labels = std::vector<std::int64_t>(kBatch * kBest);
+
+  explicit Top(Side& side) {
+    const Rows rows = side.rows();
+    Lists lists{};
+    lists.segments = segments_for(rows) < 8 ? segments_for(rows) : 8;
+    std::vector<float> list_scores(static_cast<std::size_t>(lists.segments * kBatch * kBest));
+    std::vector<std::int64_t> list_labels(list_scores.size());
+    std::vector<std::int32_t> next(static_cast<std::size_t>(kBatch * lists.segments));
+    lists.scores = list_scores.data();
+    lists.labels = list_labels.data();
+    lists.next = next.data();
+    TopLabelsArguments a{};
+    a.layer = rows.layer;
+    a.scores = scores.data();
+    a.labels = labels.data();
+    a.batch = kBatch;
+    a.k = kBest;
+    visit_logits("top_labels", rows, side.seen(), {}, lists.segments, VisitTop{a, lists}, nullptr);
+    launch("merge_top_labels", &merge_kernel, dim3(kBatch), kWarp, 0, nullptr, MergeArguments{a, lists});
+    for (std::int64_t& label : labels) label -= side.label - kLast;
+  }
+};
+
+// Prunes and regrows the last groups, one for each thread of one block.
+__global__ void regrow_last_kernel(Arguments s) {
+  const std::int64_t count = kLast / s.a.layer.group_size;
+  if (threadIdx.x >= count) return;
+  const Group group(s, s.groups - count + threadIdx.x);
+  mark(s, group, threadIdx.x);
+  regrow(s, group, threadIdx.x);
+}
+
+void redistribute_last(std::int64_t group_size) {
+  Side side(kLabels, group_size, false), before(kLast, group_size, false);
+  for (std::int64_t at = 0; at < kLast * kFanIn; ++at) side.first.values[side.last(kFanIn) + at] = 1.0f;
+  std::vector<unsigned long long> counts(kDigits);
+  std::vector<std::int32_t> present(kFanIn * kLast);
+  std::vector<std::uint64_t> keys(kFanIn * kLast);
+  std::vector<std::uint8_t> prune(kFanIn * kLast);
+  std::int64_t pruned = 0;
+  Boundary boundary{0, 0, 1, false};
+  Arguments s{};
+  s.a.layer = side.rows().layer;
+  s.a.states[0] = side.first.values;
+  s.a.by_threshold = true;
+  s.a.threshold = 0.5f;
+  s.a.new_value = NewValue::kZero;
+  s.a.pruned = &pruned;
+  s.groups = kLabels / group_size;
+  s.threads = kLast;
+  s.counts = counts.data();
+  s.boundary = &boundary;
+  s.present = present.data();
+  s.keys = keys.data();
+  s.prune = prune.data();
+
+  // Thread t counts connection t of the first groups, and then, a step of nearly all of them further, the
+  // t-th of the last 64.
+  Arguments counted = s;
+  counted.threads = s.groups * kFanIn - kLast;
+  launch("redistribute_count", &count_kernel, dim3(1), kThreads, 0, nullptr, counted);
+  unsigned long long far = 0;
+  for (std::int64_t digit = 1; digit < kDigits; ++digit) far += counts[static_cast<std::size_t>(digit)];
+  if (far != kLast || counts[0] != kThreads) throw std::runtime_error("wrong result: counts of scores");
+
+  launch("regrow_last", &regrow_last_kernel, dim3(1), kThreads, 0, nullptr, s);
+  const std::int64_t groups = kLast / group_size, from = (s.groups - groups) * kFanIn;
+  std::int64_t gone = 0, same = 0;
+  for (std::int64_t slot = 0; slot < groups * kFanIn; ++slot) {
+    const std::int64_t group = slot / kFanIn, k = slot % kFanIn;
+    float score = 0.0f;
+    for (std::int64_t label = group * group_size; label < (group + 1) * group_size; ++label)
+      score += absolute(before.weight.values[label * kFanIn + k]);
+    const bool goes = score / static_cast<float>(group_size) < s.a.threshold;
+    gone += goes;
+    const std::int32_t old = before.indices.values[slot], now = side.indices.values[from + slot];
+    if (now < 0 || now >= kInput || (!goes && now != old)) throw std::runtime_error("wrong result: inputs");
+    same += goes && now == old;
+    for (std::int64_t label = group * group_size; label < (group + 1) * group_size; ++label) {
+      const std::int64_t at = label * kFanIn + k, far_at = side.last(kFanIn) + at;
+      if (side.weight.values[far_at] != (goes ? 0.0f : before.weight.values[at]))
+        throw std::runtime_error("wrong result: regrown weights");
+      if (side.first.values[far_at] != (goes ? 0.0f : 1.0f))
+        throw std::runtime_error("wrong result: regrown state");
+    }
+  }
+  if (same * 10 > gone) throw std::runtime_error("wrong result: regrown inputs");  // one in 260 by chance
+  if (gone == 0 || gone == groups * kFanIn) throw std::runtime_error("wrong result: nothing to tell apart");
+}
+
 struct Step {
   std::vector<float> feature_gradient = std::vector<float>(kInput * kBatch);
   std::vector<float> logit_gradient, weight_gradient;
@@ -151,6 +247,9 @@ void compare(std::int64_t group_size, bool narrow) {
   bool any = false;
   for (std::int64_t at = 0; at < kLast * kBatch; ++at) any |= small.logits.values[at] != 0.0f;
   if (!any) throw std::runtime_error("wrong result: no logits");
+  const Top of_all(large), of_few(small);
+  require_same(of_all.scores.data(), of_few.scores.data(), kBatch * Top::kBest, "best scores");
+  require_same(of_all.labels.data(), of_few.labels.data(), kBatch * Top::kBest, "best labels");
   for (bool in_order : {false, true}) {
     if (narrow && in_order) break;  // its weights have been rounded by numbers drawn for the label
     const Step of_large(large, in_order), of_small(small, in_order);
@@ -173,6 +272,7 @@ int main() {
   try {
     for (std::int64_t group_size : {1, 16, 64}) compare(group_size, false);
     for (std::int64_t group_size : {16, 64}) compare(group_size, true);
+    for (std::int64_t group_size : {1, 4}) redistribute_last(group_size);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -179,6 +179,27 @@ NARROWED: dict[str, tuple[str, str, str]] = {
         "const std::int64_t at = label * fan_in + k;",
         "const auto at = static_cast<std::uint32_t>(label * fan_in + k);",
     ),
+    "of the best": ("top_labels.cu", "labels[at] = label;", "labels[at] = static_cast<std::int16_t>(label);"),
+    "of scores": (
+        "redistribute.cu",
+        "load_weight(layer, label, label * layer.fan_in + k)",
+        "load_weight(layer, label, static_cast<std::uint32_t>(label * layer.fan_in + k))",
+    ),
+    "of counted connections": (
+        "redistribute.cu",
+        "const Group group(s, at / layer.fan_in);",
+        "const Group group(s, static_cast<std::uint32_t>(at) / layer.fan_in);",
+    ),
+    "of what is reset": (
+        "redistribute.cu",
+        "const std::int64_t at = label * s.a.layer.fan_in + k;",
+        "const auto at = static_cast<std::uint32_t>(label * s.a.layer.fan_in + k);",
+    ),
+    "of regrown inputs": (
+        "redistribute.cu",
+        "store_index(layer, group.group * fan_in + k, input);",
+        "store_index(layer, static_cast<std::uint32_t>(group.group * fan_in + k), input);",
+    ),
 }
 
 
