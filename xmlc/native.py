@@ -98,11 +98,16 @@ def _backend(device: torch.device, multiply_adds: int) -> tuple[Any, dict[str, A
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type == "cuda":
-        require_cuda()
+        if device.index not in _usable_devices:
+            require_cuda(device.index)
+            _usable_devices.add(device.index)
         return cuda, {"queue": (device.index, torch.cuda.current_stream(device).cuda_stream, deterministic)}
     if emulated is not None:
         return emulated, {"queue": (0, 0, deterministic)}
     return cpu, {"threads": threads_for(multiply_adds)}
+
+
+_usable_devices: set[int] = set()  # those that `require_cuda` found good: asking the driver takes time
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -150,8 +155,12 @@ def kernel_threads(count: int) -> Iterator[None]:
 _kernel_threads: ContextVar[int] = ContextVar("kernel_threads", default=0)  # 0: torch's
 
 
-def why_no_cuda() -> str | None:
-    """Return in one line why the CUDA kernels cannot be used here; None where they can."""
+def why_no_cuda(device: int | None = None) -> str | None:
+    """Return in one line why the CUDA kernels cannot be used here; None where they can.
+
+    Args:
+        device: Index of the device to use; None: torch's current one.
+    """
     import torch
 
     if cuda is None:
@@ -160,22 +169,25 @@ def why_no_cuda() -> str | None:
         built = torch.version.cuda
         return "torch finds no CUDA device" if built else f"torch {torch.__version__} is built without CUDA"
     try:
-        devices = cuda.device_count()
+        cuda.device_count()
+        number = torch.cuda.current_device() if device is None else device
+        if cuda.runs_on(number):
+            return None
     except RuntimeError as error:
         return str(error)
-    if not any(cuda.runs_on(device) for device in range(devices)):
-        names = ", ".join(torch.cuda.get_device_name(device) for device in range(devices))
-        return f"this build has code for {cuda.architectures}, found {names}"
-    return None
+    return (
+        f"cuda:{number} is a {_device_name(number)}, and this build has code for {cuda.architectures} "
+        "(the CMake setting XMLC_CUDA_ARCHITECTURES adds others)"
+    )
 
 
-def require_cuda() -> None:
-    """Require that the CUDA kernels can be used.
+def require_cuda(device: int | None = None) -> None:
+    """Require that the CUDA kernels can be used on a device; None: torch's current one.
 
     Raises:
-        NativeError: They were not built, or there is no device for them.
+        NativeError: They were not built, there is no device, or this build has no code for it.
     """
-    problem = why_no_cuda()
+    problem = why_no_cuda(device)
     if problem is not None:
         raise NativeError(
             f"native: a CUDA device and CUDA kernels for it must be there, found: {problem}; "
@@ -202,7 +214,14 @@ def describe() -> dict[str, Any]:
 def _cuda_devices() -> str:
     import torch
 
-    return ", ".join(torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count()))
+    return ", ".join(_device_name(device) for device in range(torch.cuda.device_count()))
+
+
+def _device_name(device: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
 
 def _module_path(module: ModuleType) -> str:
