@@ -140,7 +140,7 @@ def device() -> Iterator[None]:
         patch.setattr(native, "cuda", oracles.emulated_module() if emulated else _CpuKernels())
         patch.setattr(native, "multiplies_bfloat16", lambda _: emulated)
         patch.setattr(native, "describe", lambda: facts)
-        patch.setattr(native, "require_cuda", lambda: None)
+        patch.setattr(native, "require_cuda", lambda _=None: None)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
         patch.setattr(torch.cuda, "get_rng_state", lambda _: torch.empty(0))  # the CPU's generator draws

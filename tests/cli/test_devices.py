@@ -66,6 +66,10 @@ def test_a_gpu_that_cannot_be_used(reason: str, xmlc: Xmlc, home: Path, tmp_path
     assert shown["CUDA device"].startswith("not used: ") and reason in shown["CUDA device"]
     assert shown["CUDA kernels"] == ("built for 75, 90" if native.cuda else native._cuda_problem)
 
+    for verb in ("eval", "predict"):
+        used = xmlc(verb, home / "dense run", "--device", "cuda")
+        assert used.exit_code == 2 and reason in used.stderr and len(used.stderr.splitlines()) == 1
+
     train = ("train", home / "dense data", "--config", home / "config.toml", *COMMAND, "--out")
     refused = xmlc(*train, tmp_path / "cuda", "--device", "cuda")
     assert refused.exit_code == 2 and not (tmp_path / "cuda").exists()

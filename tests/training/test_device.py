@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import encoders
+import numpy as np
 import pretended
 import problems
 import pytest
 import runs
 import torch
+import two_towers
 
 from xmlc.errors import ConfigError, OutOfMemoryError
-from xmlc.nn import TextEncoder
+from xmlc.evaluation import load
+from xmlc.nn import Model, TextEncoder, TwoTower
 from xmlc.training.trainer import train_into
 
 Train = Callable[..., Path]
@@ -75,6 +78,35 @@ def test_every_part_trains_on_the_device_as_on_the_cpu(part: str, train: Train) 
         return
     assert runs.metrics(found) == runs.metrics(expected)
     assert runs.checkpoint(found)[0] == runs.checkpoint(expected)[0]
+
+
+@pytest.mark.parametrize("part", ["dense features", "both", "groups in bfloat16", "a dense output"])
+def test_a_run_predicts_on_the_device_as_on_the_cpu(part: str, train: Train) -> None:
+    kind, sections = PARTS[part]
+    dataset = problems.dataset(kind)
+    run = train(dataset, **sections)
+    assert dataset.test is not None
+    inputs = dataset.test.features
+    raw = inputs if isinstance(inputs, np.ndarray) else inputs.to_scipy()
+    expected = load(run).top_labels(raw, 5)
+    with pretended.device():
+        found = load(run, device="cuda")
+        assert isinstance(found.model, Model) and found.model.output.tensors()["weight"].device.type == "cuda"
+        answers = found.top_labels(raw, 5)
+    for one, other in zip(answers, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_two_towers_predict_on_the_device_as_on_the_cpu(tmp_path: Path) -> None:
+    train_into(tmp_path / "run", two_towers.dataset(), two_towers.config(training={"epochs": 1}))
+    texts = ["word1 word2", "word7", ""]
+    expected = load(tmp_path / "run").with_labels(["word1 word7"]).top_labels(texts, 3)
+    with pretended.device():
+        loaded = load(tmp_path / "run", device="cuda")
+        assert isinstance(loaded.model, TwoTower) and loaded.model.embed_labels().device.type == "cuda"
+        found = loaded.with_labels(["word1 word7"]).top_labels(texts, 3)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(found[1], expected[1])
 
 
 def test_a_run_begun_on_the_device_goes_on_on_the_cpu(

@@ -13,6 +13,9 @@ import click
 @click.argument("data", required=False)
 @click.option("-k", "k", default=5, show_default=True, type=click.IntRange(1, 1000), help="Largest rank.")
 @click.option("--checkpoint", type=click.Choice(["best", "latest"]), default="best", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
+)
 @click.option("--split", type=click.Choice(["test", "train"]), default="test", show_default=True)
 @click.option("--propensity-a", type=float, help="A of the propensity model instead of the data set's.")
 @click.option("--propensity-b", type=float, help="B of the propensity model instead of the data set's.")
@@ -37,6 +40,7 @@ def command(
     data: str | None,
     k: int,
     checkpoint: str,
+    device: str,
     split: str,
     propensity_a: float | None,
     propensity_b: float | None,
@@ -55,6 +59,7 @@ def command(
         data,
         k=k,
         which=checkpoint,
+        device=device,
         split=split,
         propensity_a=propensity_a,
         propensity_b=propensity_b,

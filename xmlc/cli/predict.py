@@ -20,7 +20,10 @@ _BYTES_AT_ONCE = 1 << 24  # of lines so long that 1,024 of them would be much me
     "-k", "k", default=5, show_default=True, type=click.IntRange(1), help="Labels for each instance."
 )
 @click.option("--checkpoint", type=click.Choice(["best", "latest"]), default="best", show_default=True)
-def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
+)
+def command(run: str, file: IO[bytes], k: int, checkpoint: str, device: str) -> None:
     """Predict the K best labels for every line of FILE (default: stdin) with RUN; JSON lines to stdout.
 
     An answer is {"labels": [{"label": ID, "name": NAME, "score": SCORE}, ...]}, best first. A score is the
@@ -34,7 +37,7 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str) -> None:
     from xmlc.evaluation import load
     from xmlc.evaluation.inputs import parse_lines
 
-    predictor = load(run, checkpoint)
+    predictor = load(run, checkpoint, device)
     wanted = min(k, predictor.model.problem.label_count)
     if wanted < k:
         click.echo(f"xmlc: note: k = {k}, but the run knows {wanted} labels; all of them are given", err=True)

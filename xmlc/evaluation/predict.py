@@ -12,8 +12,9 @@ import scipy.sparse
 import torch
 from numpy.typing import NDArray
 
+from xmlc import native
 from xmlc.checkpoint import CheckpointFolder, CheckpointReader
-from xmlc.config import Config, build_config
+from xmlc.config import Config, OptimizerConfig, build_config
 from xmlc.data.batches import BatchStream, Column, take
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
 from xmlc.data.pretrained import encoder_fingerprint
@@ -242,15 +243,25 @@ def _check_k(k: int) -> None:
         )
 
 
-def load(run: str | Path, which: str = "best") -> Predictor:
+def load(run: str | Path, which: str = "best", device: str = "cpu") -> Predictor:
     """Load a run's best (or ``latest``) checkpoint; where none is marked best, the latest.
+
+    Args:
+        run: Folder of the run, wherever it was trained.
+        which: ``best`` or ``latest``.
+        device: ``cpu`` or ``cuda``: where to compute. Inputs and answers are on the CPU.
 
     Raises:
         CheckpointError: There is no run or checkpoint, or it cannot be trusted.
-        ConfigError: ``which`` is neither.
+        ConfigError: ``which`` or ``device`` is neither.
+        NativeError: There is no CUDA device, or no kernels for it.
     """
     if which not in ("best", "latest"):
         raise ConfigError(f"load: which must be best or latest, found {which!r}; choose one")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"load: device must be cpu or cuda, found {device!r}; choose one")
+    if device == "cuda":
+        native.require_cuda()
     folder = Path(run) / CHECKPOINTS
     if not Path(run).is_dir():
         found = "a file" if Path(run).exists() else "no such folder"
@@ -263,7 +274,10 @@ def load(run: str | Path, which: str = "best") -> Predictor:
     path = (checkpoints.best() if which == "best" else None) or checkpoints.latest()
     if path is None:
         raise CheckpointError(f"{run}: the run has no checkpoint yet; let it train until its first one")
-    return restore(path)
+    predictor = restore(path)
+    if device != "cpu":
+        predictor.model.move(torch.device(device))
+    return predictor
 
 
 def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], reader: CheckpointReader) -> None:
@@ -293,13 +307,14 @@ def _arrays(reader: CheckpointReader, prefix: str) -> dict[str, NDArray[Any]]:
 def restore(path: Path) -> Predictor:
     """Build the predictor of one checkpoint folder.
 
-    The model's tensors are read in place one by one; the optimizers' are verified and not kept.
+    The model's tensors are read in place one by one; all optimizer state is verified and not kept.
     """
     reader = CheckpointReader(path)
     metadata = dict(reader.metadata)
     try:
         config = build_config(metadata["config"], f"{path}: its config")  # type: ignore[arg-type]
         problem = Problem(label_instances=reader.read("label_instances").numpy(), **metadata["problem"])  # type: ignore[arg-type]
+        config = _without_state(config)
         _check_shapes(path, weight_shapes(config, problem), reader)
         text_encoder = _text_encoder(path, config, metadata.get("encoder"))
         model = make_model(
@@ -333,6 +348,11 @@ def restore(path: Path) -> Predictor:
             f"{type(error).__name__}: {error}; load it with the version that wrote it"
         ) from None
     return Predictor(model, vectorizer, text_encoder, names, metadata)
+
+
+def _without_state(config: Config) -> Config:
+    """Return the settings of the same weights under an optimizer of the output layer that keeps no state."""
+    return config.model_copy(update={"output_optimizer": OptimizerConfig(kind="sgd")})
 
 
 def _text_encoder(path: Path, config: Config, fingerprint: object) -> TextEncoder | None:

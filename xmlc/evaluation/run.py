@@ -34,6 +34,7 @@ def evaluate_run(
     deciles: bool = False,
     tower: str | Path | None = None,
     tower_weight: float | None = None,
+    device: str = "cpu",
     progress: Progress = lambda batches, _: batches,
 ) -> dict[str, Any]:
     """Evaluate a run's checkpoint.
@@ -50,6 +51,7 @@ def evaluate_run(
         deciles: Add every metric by label-frequency decile.
         tower: Folder of a two-tower run, whose cosines are added to the run's logits; see `Hybrid`.
         tower_weight: Their weight; None chooses it on the training instances that both runs held out.
+        device: ``cpu`` or ``cuda``: where to compute.
         progress: Wraps the batches, given their number.
 
     Returns:
@@ -60,6 +62,7 @@ def evaluate_run(
         DataError: The data set does not fit the run.
         ConfigError: ``which``, ``split``, a weight or a propensity constant is out of range; or the two runs
             do not go together.
+        NativeError: There is no CUDA device, or no kernels for it.
     """
     if split not in ("test", "train"):
         raise ConfigError(f"evaluate: split must be test or train, found {split!r}; choose one")
@@ -68,7 +71,7 @@ def evaluate_run(
             f"evaluate: tower_weight must be a number from 0 on, of a tower, found {tower_weight} and tower "
             f"{tower}; name the run of the tower as well"
         )
-    predictor = load(run, which)
+    predictor = load(run, which, device)
     trained_on = predictor.metadata["data"]
     source = data if data is not None else trained_on["source"]
     if source is None:
@@ -84,7 +87,7 @@ def evaluate_run(
         mask_filter_pairs=mask_filter_pairs,
         deciles=deciles,
         progress=progress,
-        tower=None if tower is None else load(tower, which),
+        tower=None if tower is None else load(tower, which, device),
         tower_weight=tower_weight,
     ) | {"run": str(run), "checkpoint": which, "tower": None if tower is None else str(tower)}
 

@@ -64,6 +64,8 @@ class TwoTower:
         """Move all weights to a device; optimizers are made after that."""
         for part in (self.encoder, self.projection, self.loss):
             part.to(device)
+        if self.embeddings is not None:
+            self.embeddings = self.embeddings.to(device)
 
     @property
     def towers(self) -> list[nn.Parameter]:
