@@ -1,7 +1,7 @@
 """Features in bfloat16: as exact as in float32; products on tensor cores round the logit gradients alone.
 
 On the emulator the tensor cores are the plain twin, whose elements lie where the instruction has them. Those
-of a GPU may cut the last bits of sums, which the twin rounds: `scripts/device_check` compares whole numbers.
+of a GPU may cut the last bits of sums, which the twin rounds: `scripts/device_check` compares there.
 """
 
 from __future__ import annotations
