@@ -34,7 +34,7 @@ def test_a_whole_run_holds_under_its_limit(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_is_too_low_is_told(tmp_path: Path) -> None:
-    status, row = reproduce(tmp_path / "memory.csv", "--limit", "130e6")
+    status, row = reproduce(tmp_path / "memory.csv", "--limit", "60e6")
     assert status == 1
     assert (row["held_under_limit"], row["failed"]) == ("no", "")
     assert int(row["peak_bytes"]) > 0  # of the run without a limit
