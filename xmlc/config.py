@@ -27,6 +27,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 FiniteFloat = Annotated[float, AfterValidator(_in_float32)]
+PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
 WeightDtype = Literal["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -49,6 +50,8 @@ class DataConfig(Section):
 
     validation_fraction: UnitInterval = 0.05
     """Share of the training instances held out to choose learning rate, epoch and early stop."""
+    training_fraction: PositiveFraction = 1.0
+    """Share of the other instances that is trained on, drawn by the seed. Propensities stay those of all."""
     mask_filter_pairs: bool = True
     """Mask the (instance, label) pairs of the filter files in evaluation."""
     skip_filter_pairs: bool = False

@@ -49,6 +49,21 @@ def test_the_seed_decides_what_is_held_out() -> None:
     assert one == again != other
 
 
+def test_a_share_of_the_training_instances_is_trained_on_and_the_same_held_out() -> None:
+    share = {"validation_fraction": 0.25, "training_fraction": 0.3}
+    dataset = problems.dataset()
+    whole = prepared(dataset, data={"validation_fraction": 0.25})
+    parts = prepared(dataset, data=share)
+    assert len(parts.train.rows) == 45 and (np.diff(parts.train.rows) > 0).all()
+    assert trained_rows(parts) == set(parts.train.rows.tolist()) < set(whole.train.rows.tolist())
+    assert np.array_equal(parts.validation.rows, whole.validation.rows)
+    assert np.array_equal(parts.problem.label_instances, whole.problem.label_instances)
+    other = prepared(dataset, data=share, training={"seed": 5})
+    assert set(other.train.rows.tolist()) != set(parts.train.rows.tolist())
+    least = prepared(dataset, data={"training_fraction": 1e-9})
+    assert len(least.train.rows) == 1
+
+
 def test_tf_idf_is_fitted_on_the_texts_that_are_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     fit = TextVectorizer.fit.__func__  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from xmlc.data.rows import CsrRows, Float32, Int64, TokenRows
 from xmlc.errors import DataError
 
 _HOLDOUT_STREAM = 2**64 - 1  # the second key word of the hold-out; epochs count from 0 and never reach it
+_SAMPLE_STREAM = 2**64 - 2  # likewise, of the instances that are trained on
 _BATCHES_SORTED = 64  # whose texts are brought together by length
 
 Rows = CsrRows | TokenRows | Float32
@@ -123,6 +124,14 @@ def holdout(instances: int, fraction: float, seed: int) -> tuple[Int64, Int64]:
         validation = min(max(round(instances * fraction), 1), instances - 1)
     order = _generator(seed, _HOLDOUT_STREAM).permutation(instances)
     return np.sort(order[validation:]), np.sort(order[:validation])
+
+
+def sample(rows: Int64, fraction: float, seed: int) -> Int64:
+    """Return a share of the rows, rounded, at random and in their order; of some rows at least one."""
+    if fraction == 1.0 or len(rows) == 0:
+        return rows
+    kept = max(round(len(rows) * fraction), 1)
+    return np.sort(_generator(seed, _SAMPLE_STREAM).permutation(rows)[:kept])
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:

@@ -10,7 +10,7 @@ import numpy as np
 
 from xmlc.config import Config
 from xmlc.data import Dataset
-from xmlc.data.batches import BatchStream, Column, Span, holdout
+from xmlc.data.batches import BatchStream, Column, Span, holdout, sample
 from xmlc.data.dataset import Features, feature_columns
 from xmlc.data.features import TextFeatures, open_text_features
 from xmlc.data.pretrained import no_texts, transformers
@@ -71,6 +71,7 @@ def prepare(
     train_rows, validation_rows = holdout(
         split.instances, 0.0 if training.paper_protocol else config.data.validation_fraction, training.seed
     )
+    train_rows = sample(train_rows, config.data.training_fraction, training.seed)
     documents = _label_documents(dataset) if config.data.label_documents else None
     use_words = _uses_words(config)
     if use_words and dataset.kind == "dense":
