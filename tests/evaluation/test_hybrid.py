@@ -97,6 +97,23 @@ def test_the_weight_is_the_best_on_what_both_held_out(
     assert len(hybrid.held_out(head, tower, dataset)) == 24
 
 
+def test_the_nearest_labels_are_searched_once_for_all_weights(
+    monkeypatch: pytest.MonkeyPatch, runs: tuple[Predictor, Predictor]
+) -> None:
+    head, tower = runs
+    dataset = two_towers.dataset(filtered=True)
+    searched = []
+    nearest = hybrid.nearest
+
+    def counted(queries: torch.Tensor, *args: Any) -> Any:
+        searched.append(len(queries))
+        return nearest(queries, *args)
+
+    monkeypatch.setattr(hybrid, "nearest", counted)
+    evaluate_predictor(head, dataset, **WHOLE, tower=tower)
+    assert searched == [24, 40]  # held out, test
+
+
 def test_runs_that_do_not_go_together_are_refused(folder: Path, runs: tuple[Predictor, Predictor]) -> None:
     head, tower = runs
     dataset = two_towers.dataset(filtered=True)

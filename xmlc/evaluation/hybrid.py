@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,10 @@ WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Among which the hold-out chooses."""
 
 
+Search = Callable[[Batch], tuple[Tensor, Tensor]]
+"""Cosines and labels [batch, NEAREST] of a batch's instances, best first."""
+
+
 @dataclass(frozen=True)
 class Hybrid:
     """Ranks the labels nearest to an instance by ``logit + weight * (cosine - floor)``, others by the logit.
@@ -33,9 +38,7 @@ class Hybrid:
     """
 
     head: Model
-    tower: TwoTower
-    features: Features | Column
-    """What the tower reads of the instances, numbered as those of the head's batches."""
+    search: Search
     weight: float
 
     @property
@@ -47,12 +50,8 @@ class Hybrid:
         """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU."""
         return self.head.top_labels(batch, k, self._offsets(batch))
 
-    @torch.no_grad()
     def _offsets(self, batch: Batch) -> LogitOffsets:
-        embeddings = self.tower.embed(take(self.features, batch.instances))
-        scores, labels = nearest(
-            embeddings, self.tower.embed_labels(), min(NEAREST, self.problem.label_count)
-        )
+        scores, labels = self.search(batch)
         value = (self.weight * (scores - scores[:, -1:])).cpu().flatten()
         instance = torch.arange(len(scores), dtype=torch.int32).repeat_interleave(scores.shape[1])
         label = labels.cpu().flatten().int()
@@ -88,11 +87,19 @@ def join(head: Predictor, tower: Predictor, features: Features | Column, weight:
             f"hybrid: both runs must know the same labels, found {model.problem.label_count} and "
             f"{towers.problem.label_count}; train both on one data set"
         )
-    return Hybrid(model, towers, features, weight)
+
+    @torch.no_grad()
+    def search(batch: Batch) -> tuple[Tensor, Tensor]:
+        embeddings = towers.embed(take(features, batch.instances))
+        return nearest(embeddings, towers.embed_labels(), min(NEAREST, towers.problem.label_count))
+
+    return Hybrid(model, search, weight)
 
 
 def best_weight(joined: Hybrid, stream: BatchStream, filter_pairs: CsrRows | None) -> float:
     """Return the weight of the best ranking by the head's ``training.metric``; of equal ones the lowest.
+
+    The nearest labels are searched once, and kept for all weights: 12 bytes for each of an instance's.
 
     Args:
         joined: Of any weight.
@@ -101,9 +108,17 @@ def best_weight(joined: Hybrid, stream: BatchStream, filter_pairs: CsrRows | Non
     """
     metric = joined.head.config.training.metric
     rank = int(metric.partition("@")[2])
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def search(batch: Batch) -> tuple[Tensor, Tensor]:
+        first = int(batch.instances[0])  # in evaluation an instance is in one batch, the same for all weights
+        if first not in found:
+            found[first] = joined.search(batch)
+        return found[first]
 
     def quality(weight: float) -> float:
-        return evaluate_model(replace(joined, weight=weight), stream, rank, filter_pairs).values[metric]
+        ranker = replace(joined, search=search, weight=weight)
+        return evaluate_model(ranker, stream, rank, filter_pairs).values[metric]
 
     return max(WEIGHTS, key=quality)
 

@@ -192,7 +192,7 @@ def _with_tower(
         return joined
     stream = _stream(head, dataset, "train", held_out(head, tower, dataset))
     pairs = dataset.train.filter_pairs
-    read = replace(joined, features=_stream(tower, dataset, "train", none).features)
+    read = join(head, tower, _stream(tower, dataset, "train", none).features, 0.0)
     return replace(
         joined, weight=best_weight(read, stream, None if pairs is None else pairs.take(stream.rows))
     )
