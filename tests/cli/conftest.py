@@ -8,6 +8,7 @@ from pathlib import Path
 import oracles
 import problems
 import pytest
+import two_towers
 from click.testing import CliRunner, Result
 
 from xmlc.cli import main
@@ -45,3 +46,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data = problems.write_folder(folder / f"{kind} data", kind, train=120)
         train_into(folder / f"{kind} run", open_dataset(data), config)
     return folder
+
+
+@pytest.fixture(scope="package")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two towers."""
+    run = tmp_path_factory.mktemp("towers") / "run"
+    train_into(run, two_towers.dataset(), two_towers.config(training={"epochs": 2}))
+    return run

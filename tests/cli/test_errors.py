@@ -208,6 +208,24 @@ def test_a_checkpoint_that_is_damaged(verb: str, xmlc: Xmlc, home: Path, tmp_pat
     assert "manifest.json: must be JSON" in refused(xmlc(verb, tmp_path / "run"))
 
 
+def test_labels_to_add_that_are_none(xmlc: Xmlc, home: Path, towers: Path, tmp_path: Path) -> None:
+    labels = tmp_path / "labels"
+    for content, message in (
+        (b"", "labels: there must be at least one label, a line for each, found an empty file"),
+        (b"one\n \n", "labels:2: a label must have a text, found none; remove the line"),
+        (b'{"title": "", "content": ""}\n', "labels:1: a label must have a text, found none"),
+        (b'{"name": "x"}\n', "labels:1: the object must hold title, content or text"),
+        (b"caf\xe9\n", "labels:1: must be UTF-8 text, found other bytes"),
+    ):
+        labels.write_bytes(content)
+        assert message in refused(xmlc("predict", towers, "--labels", labels, stdin=b"word1\n"))
+    labels.write_text("one\n")
+    found = refused(xmlc("predict", home / "text run", "--labels", labels, stdin=b"word1\n"))
+    assert "with_labels: needs a run of model.output = two_tower, found sparse" in found
+    both = xmlc("predict", towers, "--labels", "-", stdin=b"one\n")
+    assert both.exit_code == 2 and "cannot both be read from stdin" in both.stderr
+
+
 def test_data_to_evaluate_that_do_not_fit(xmlc: Xmlc, home: Path) -> None:
     run = home / "text run"
     assert "the run takes text instances, found dense ones" in refused(xmlc("eval", run, home / "dense data"))

@@ -267,6 +267,28 @@ def test_predict_reads_more_lines_than_it_takes_at_once(xmlc: Xmlc, home: Path) 
     assert len(ok(xmlc("predict", home / "text run", "-k", 1, stdin=content)).splitlines()) == 2500
 
 
+def test_predict_knows_labels_that_came_after_training(xmlc: Xmlc, towers: Path, tmp_path: Path) -> None:
+    added = tmp_path / "labels"
+    added.write_text('word15 word16 word90\n{"title": "a name", "content": "word3 word91"}\n')
+    found = ok(
+        xmlc(
+            "predict",
+            towers,
+            "-k",
+            1,
+            "--labels",
+            added,
+            stdin=b"word15 word16 word90\na name word3 word91\n",
+        )
+    )
+    answers = [json.loads(line)["labels"][0] for line in found.splitlines()]
+    labels = problems.LABELS
+    assert [(answer["label"], answer["name"]) for answer in answers] == [
+        (labels, "word15 word16 word90"),
+        (labels + 1, "a name"),
+    ]
+
+
 def test_predict_writes_names_as_they_are(xmlc: Xmlc, home: Path, tmp_path: Path) -> None:
     data = problems.write_folder(tmp_path / "data", "text", train=60)
     names = [json.dumps({"title": f"日本 {label}"}, ensure_ascii=False) for label in range(problems.LABELS)]

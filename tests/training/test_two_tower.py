@@ -18,10 +18,11 @@ import two_towers
 from click.testing import CliRunner
 from contrastive import dense_loss
 
+from xmlc.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from xmlc.cli import main
 from xmlc.config import Config, dump_config, load_config
 from xmlc.data import Dataset, TextColumn
-from xmlc.errors import ConfigError, DataError
+from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation import load
 from xmlc.evaluation.predict import Predictor
 from xmlc.evaluation.run import evaluate_predictor
@@ -278,6 +279,28 @@ def test_labels_added_after_training_are_predicted_from_their_texts(tmp_path: Pa
     for given in ([], ["one"]):
         with pytest.raises(DataError, match="must be at least one text, and a name for each"):
             predictor.with_labels(given, names=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda value: value[:-1], r"must be torch.float32 \[24, 32\], found torch.float32 \[23, 32\]"),
+        (lambda value: value[:, 1:], r"found torch.float32 \[24, 31\]"),
+        (lambda value: value.double(), r"found torch.float64 \[24, 32\]"),
+        (lambda value: value.log(), "must be finite, found NaN or infinity"),
+    ],
+)
+def test_label_embeddings_that_do_not_fit_their_checkpoint_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], found: str, tmp_path: Path
+) -> None:
+    train_into(tmp_path / "run", two_towers.dataset(), two_towers.config(training={"epochs": 1}))
+    path = CheckpointFolder(tmp_path / "run" / "checkpoints").latest()
+    assert path is not None
+    saved = read_checkpoint(path)
+    embeddings = change(saved.tensors["label_embeddings"]).contiguous()
+    write_checkpoint(path, {**saved.tensors, "label_embeddings": embeddings}, saved.metadata)
+    with pytest.raises(CheckpointError, match=found):
+        load(tmp_path / "run")
 
 
 def test_a_checkpoint_within_an_epoch_embeds_the_labels_when_it_is_loaded(

@@ -9,6 +9,7 @@ from typing import IO
 
 import click
 
+_STDIN = "stdin"
 _AT_ONCE = 1024
 _BYTES_AT_ONCE = 1 << 24  # of lines so long that 1,024 of them would be much memory
 
@@ -19,11 +20,17 @@ _BYTES_AT_ONCE = 1 << 24  # of lines so long that 1,024 of them would be much me
 @click.option(
     "-k", "k", default=5, show_default=True, type=click.IntRange(1), help="Labels for each instance."
 )
+@click.option(
+    "--labels",
+    "added",
+    type=click.File("rb"),
+    help="Labels that came after training, a line for each; of runs of two towers.",
+)
 @click.option("--checkpoint", type=click.Choice(["best", "latest"]), default="best", show_default=True)
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
 )
-def command(run: str, file: IO[bytes], k: int, checkpoint: str, device: str) -> None:
+def command(run: str, file: IO[bytes], k: int, added: IO[bytes] | None, checkpoint: str, device: str) -> None:
     """Predict the K best labels for every line of FILE (default: stdin) with RUN; JSON lines to stdout.
 
     An answer is {"labels": [{"label": ID, "name": NAME, "score": SCORE}, ...]}, best first. A score is the
@@ -32,18 +39,26 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str, device: str) -> 
 
     A line is a text, or a JSON object with "title" and "content" or "text". For models of sparse features:
     `feature:value feature:value ...` as in XMC text. For dense features: a JSON list of numbers.
+
+    A line of --labels is a text, which is the label's name as well, or such an object, whose title is. These
+    labels are numbered behind those of training.
     """
     from xmlc.errors import DataError
     from xmlc.evaluation import load
-    from xmlc.evaluation.inputs import parse_lines
+    from xmlc.evaluation.inputs import parse_labels, parse_lines
 
     predictor = load(run, checkpoint, device)
+    name = _name(file)
+    if added is not None:
+        if _name(added) == name == _STDIN:
+            raise click.UsageError("--labels and FILE cannot both be read from stdin; name a file for one")
+        lines = [line for _, chunk in _chunks(added, _name(added)) for line in chunk]
+        predictor = predictor.with_labels(*parse_labels(lines, _name(added)))
     wanted = min(k, predictor.model.problem.label_count)
     if wanted < k:
         click.echo(f"xmlc: note: k = {k}, but the run knows {wanted} labels; all of them are given", err=True)
-    name = getattr(file, "name", "stdin")
-    for number, lines in _chunks(file, str(name)):
-        answers = predictor.predict(parse_lines(predictor, lines, str(name), number), k)
+    for number, lines in _chunks(file, name):
+        answers = predictor.predict(parse_lines(predictor, lines, name, number), k)
         for line, predictions in enumerate(answers, number):
             labels = [vars(prediction) for prediction in predictions]
             # A label whose score is NaN or -inf is never among them.
@@ -52,6 +67,10 @@ def command(run: str, file: IO[bytes], k: int, checkpoint: str, device: str) -> 
                     f"{name}:{line}: scores must be finite, found an overflow; scale the features down"
                 )
             click.echo(json.dumps({"labels": labels}, ensure_ascii=False).encode())  # UTF-8 in any locale
+
+
+def _name(file: IO[bytes]) -> str:
+    return str(getattr(file, "name", _STDIN)).strip("<>")
 
 
 def _chunks(file: IO[bytes], name: str) -> Iterator[tuple[int, list[bytes]]]:

@@ -32,16 +32,7 @@ def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first
     Raises:
         DataError: A line does not fit; file and line are named.
     """
-    decoded = []
-    for number, line in enumerate(lines, first):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        try:
-            decoded.append(line.decode("utf-8").strip())
-        except UnicodeDecodeError:
-            raise DataError(
-                f"{source}:{number}: must be UTF-8 text, found other bytes; convert the file"
-            ) from None
+    decoded = _decoded(lines, source, first)
     wanted = predictor.model.problem.feature_count
     where = [f"{source}:{number}" for number in range(first, first + len(decoded))]
     if predictor.takes == "text":
@@ -59,6 +50,43 @@ def parse_lines(predictor: Predictor, lines: Sequence[bytes], source: str, first
         np.array(offsets, np.int64), np.array(columns, np.int32), np.array(values, np.float32), wanted
     )
     return sum_repeats(pairs, source, first)[0].to_scipy()
+
+
+def parse_labels(lines: Sequence[bytes], source: str) -> tuple[list[str], list[str]]:
+    """Turn lines into texts and names of labels for ``predictor.with_labels``.
+
+    A line is a text, which is the label's name as well, or a JSON object as for an instance, whose ``title``
+    is.
+
+    Raises:
+        DataError: A line does not fit, or there is none; file and line are named.
+    """
+    texts, names = [], []
+    for number, line in enumerate(_decoded(lines, source, 1), 1):
+        place = f"{source}:{number}"
+        text = _text(line, place)
+        if not text:
+            raise DataError(f"{place}: a label must have a text, found none; remove the line")
+        texts.append(text)
+        title = parse_json(line).get("title", "") if line.startswith("{") else ""
+        names.append(title or text)
+    if not texts:
+        raise DataError(f"{source}: there must be at least one label, a line for each, found an empty file")
+    return texts, names
+
+
+def _decoded(lines: Sequence[bytes], source: str, first: int) -> list[str]:
+    decoded = []
+    for number, line in enumerate(lines, first):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        try:
+            decoded.append(line.decode("utf-8").strip())
+        except UnicodeDecodeError:
+            raise DataError(
+                f"{source}:{number}: must be UTF-8 text, found other bytes; convert the file"
+            ) from None
+    return decoded
 
 
 def _text(line: str, place: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from xmlc import native
 from xmlc.checkpoint import CheckpointFolder, CheckpointReader
@@ -291,6 +292,29 @@ def _check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], reader: Che
             )
 
 
+def _label_embeddings(path: Path, reader: CheckpointReader, model: TwoTower) -> Tensor | None:
+    """Return the labels' embeddings of a checkpoint, where it has some.
+
+    Raises:
+        CheckpointError: They are not one for each label, of the model's width and finite.
+    """
+    if "label_embeddings" not in reader.shapes:
+        return None
+    embeddings = reader.read("label_embeddings")
+    wanted = [model.problem.label_count, model.units]
+    if list(embeddings.shape) != wanted or embeddings.dtype != torch.float32:
+        raise CheckpointError(
+            f"{path}: label_embeddings must be {torch.float32} {wanted}, found {embeddings.dtype} "
+            f"{list(embeddings.shape)}; load another checkpoint of the run"
+        )
+    if not embeddings.isfinite().all():
+        raise CheckpointError(
+            f"{path}: label_embeddings must be finite, found NaN or infinity; load another checkpoint of the "
+            "run"
+        )
+    return embeddings
+
+
 def _column(reader: CheckpointReader, name: str) -> TextColumn:
     return TextColumn(reader.read(f"{name}.offsets").numpy(), reader.read(f"{name}.data").numpy())
 
@@ -336,8 +360,7 @@ def restore(path: Path) -> Predictor:
         vectorizer = TextVectorizer.from_arrays(arrays, config.text) if arrays else None
         if isinstance(model, TwoTower):
             model.texts = _texts_of(vectorizer, text_encoder, _column(reader, "label_texts"))
-            if "label_embeddings" in reader.shapes:
-                model.embeddings = reader.read("label_embeddings")
+            model.embeddings = _label_embeddings(path, reader, model)
         names = None
         if "label_names.offsets" in reader.shapes:
             names = _column(reader, "label_names")

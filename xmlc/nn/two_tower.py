@@ -68,6 +68,11 @@ class TwoTower:
             self.embeddings = self.embeddings.to(device)
 
     @property
+    def units(self) -> int:
+        """Numbers of an embedding, d."""
+        return self.config.two_tower.projection or self.encoder.hidden
+
+    @property
     def towers(self) -> list[nn.Parameter]:
         """What is trained besides the encoder."""
         both = (*self.projection.parameters(), *self.loss.parameters())
