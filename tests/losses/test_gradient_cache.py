@@ -234,3 +234,9 @@ def test_gradients_of_a_backward_pass_that_failed_are_not_added_to_the_next() ->
     cache.backward()
     assert layer.bias.grad is not None
     assert torch.allclose(layer.bias.grad, torch.full((3,), 10.0))
+
+
+def test_inputs_that_cannot_be_cut_are_refused() -> None:
+    for inputs, found in ((None, "NoneType"), (iter([1]), "list_iterator"), ({"ids": 5}, "int")):
+        with pytest.raises(DataError, match=f"inputs must have a length and be sliced, .* found {found}"):
+            GradientCache(4).embed(lambda part: part, inputs)

@@ -103,6 +103,67 @@ def test_diagonal_positives_give_clips_loss() -> None:
         torch.testing.assert_close(ours, clip)
 
 
+# Of open_clip 3.3.0, one process: the value of `open_clip.loss.ClipLoss()(a, b, scale)`, and below of
+# `SigLipLoss()(a, b, scale, bias)`, and the squared norm of its gradient by each side, at `recorded_pairs()`
+# in float64.
+OPEN_CLIP = [
+    (1.0, 1.7814588670833031, (0.09045267448211855, 0.15633237906283967)),
+    (20.0, 10.192981091776064, (85.33464987188114, 97.60663058720397)),
+    (100.0, 50.422583452844975, (2242.776688614815, 2560.9552471220077)),
+]
+OPEN_CLIP_SIGLIP = [
+    (10.0, -10.0, 9.81749130279842, (15.645237812867578, 17.154123111763276)),
+    (2.0, -1.0, 3.1674866176756606, (0.7667875319568194, 0.8407591809245873)),
+]
+
+
+def recorded_pairs() -> list[Tensor]:
+    """Return six pairs of unit vectors; two of the second side are equal."""
+    rows = range(1, 7)
+    sides = (
+        [[n * m % 7 - 3.0 for m in range(1, 5)] for n in rows],
+        [[n * m % 5 - 2.0 for m in range(2, 6)] for n in rows],
+    )
+    return [
+        functional.normalize(torch.tensor(side, dtype=torch.float64), dim=1).requires_grad_()
+        for side in sides
+    ]
+
+
+def check_recorded(loss: Tensor, sides: list[Tensor], value: float, squares: tuple[float, ...]) -> None:
+    assert loss.item() == pytest.approx(value, rel=1e-12)
+    found = [each.square().sum().item() for each in torch.autograd.grad(loss, sides)]
+    assert found == pytest.approx(squares, rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "decoupled_softmax"])
+@pytest.mark.parametrize(("scale", "value", "squares"), OPEN_CLIP)
+def test_diagonal_positives_give_open_clips_recorded_loss(
+    kind: Any, scale: float, value: float, squares: tuple[float, ...]
+) -> None:
+    first, second = recorded_pairs()
+    loss = MultiPositive(kind, temperature=1.0 / scale, tile=4).double()
+    diagonal = [[row] for row in range(6)]
+    both = (loss(first, second, diagonal) + loss(second, first, diagonal)) / 2
+    # The module's scale is a float32 logarithm; the functional core takes the number itself.
+    assert both.item() == pytest.approx(value, rel=1e-5)
+    exact = [
+        multi_positive_loss(a, b, diagonal, kind=kind, scale=scale, tile=4)
+        for a, b in ((first, second), (second, first))
+    ]
+    check_recorded((exact[0] + exact[1]) / 2, [first, second], value, squares)
+
+
+@pytest.mark.parametrize(("scale", "bias", "value", "squares"), OPEN_CLIP_SIGLIP)
+def test_diagonal_positives_give_open_clips_recorded_sigmoid_loss(
+    scale: float, bias: float, value: float, squares: tuple[float, ...]
+) -> None:
+    first, second = recorded_pairs()
+    diagonal = [[row] for row in range(6)]
+    loss = multi_positive_loss(first, second, diagonal, kind="sigmoid", scale=scale, bias=bias, tile=4)
+    check_recorded(loss, [first, second], value, squares)
+
+
 @every_kind
 def test_rows_without_and_with_only_positives_are_finite_at_any_scale(kind: Any) -> None:
     queries = torch.ones(3, 4, requires_grad=True)
@@ -207,8 +268,25 @@ def test_no_tensor_of_queries_by_keys_exists(kind: Any, layout: Any) -> None:
         ({"queries": torch.zeros(7, 4, dtype=torch.float64)}, "the same d"),
         (
             {"queries": torch.zeros(7, 5, dtype=torch.int64)},
-            r"queries must be floating-point \[.*, d\], found",
+            r"queries must be a dense tensor \[query, d\] of float32, .*, found torch.int64 \[7, 5\] on cpu",
         ),
+        ({"queries": [[0.0] * 5] * 7}, "queries must be a dense tensor .*, found list"),
+        ({"keys": torch.zeros(11, 5).to_sparse()}, "keys must be a dense .*, found torch.sparse_coo"),
+        ({"keys": torch.zeros(11, 5, device="meta")}, "keys must be a dense .* on meta"),
+        ({"keys": torch.zeros(11, 5).to(torch.float8_e4m3fn)}, "keys must be a dense .*, found torch.float8"),
+        ({"queries": torch.zeros(7, 0), "keys": torch.zeros(11, 0)}, r"queries must be .* \[7, 0\]"),
+        ({"queries": torch.zeros(7, 5)}, "same d, dtype and device, found .*float32 cpu and .*float64 cpu"),
+        (
+            {"positives": torch.zeros(7, 2).long().to_sparse()},
+            "tensor of labels must be dense .*sparse_coo",
+        ),
+        ({"positives": torch.zeros(7, 2, device="meta").long()}, "a tensor of labels must be dense .* meta"),
+        ({"ignored": [[-1]] + [[0]] * 6}, r"ignored: labels must lie in \[0, 11\), found -1"),
+        ({"scale": math.nan}, "scale must be one finite number, found nan"),
+        ({"scale": torch.ones(2)}, r"scale must be one finite number, found torch.float32 \[2\]"),
+        ({"scale": "20"}, "scale must be one finite number, found '20'"),
+        ({"bias": math.inf}, "bias must be one finite number, found inf"),
+        ({"bias": None}, "bias must be one finite number, found None"),
         ({"queries": torch.zeros(0, 5, dtype=torch.float64), "positives": []}, "must not be empty"),
     ],
 )
@@ -225,6 +303,7 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
         ({"kind": "hinge"}, "kind must be"),
         ({"layout": "ring"}, "layout must be"),
         ({"tile": 0}, "tile must be"),
+        ({"tile": 2.5}, "tile must be an integer of at least 1, found 2.5"),
     ],
 )
 def test_unknown_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -235,7 +314,13 @@ def test_unknown_settings_are_refused(settings: dict[str, Any], message: str) ->
         MultiPositive(**settings)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
-def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match="MultiPositive: temperature must be positive, found"):
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf, 1e-320, None, "a"])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: Any) -> None:
+    with pytest.raises(ConfigError, match="MultiPositive: temperature must be a number from 1e-30 to 1e30"):
         MultiPositive(temperature=temperature)
+
+
+@pytest.mark.parametrize("bias", [math.nan, math.inf, None, "a"])
+def test_a_bias_that_is_no_number_is_refused(bias: Any) -> None:
+    with pytest.raises(ConfigError, match="MultiPositive: bias must be a finite number, found"):
+        MultiPositive(bias=bias)

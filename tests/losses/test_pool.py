@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import in_workers
 
-from xmlc.errors import DataError
+from xmlc.errors import ConfigError, DataError
 from xmlc.losses import LabelPool, MultiPositive, label_pool
 
 LABELS = 12
@@ -107,11 +107,26 @@ def test_a_worker_may_have_no_label_of_a_small_pool() -> None:
         ([0.5], [[0]], "candidates must be integers, found float64"),
         ([0], [[12]], r"label_pool: known: labels must lie in \[0, 12\), found 12"),
         ([], [[0]], "must hold a label on some worker, found none on any"),
+        ([[1], [2, 3]], [[0]], "candidates must be integers, any number, found"),
+        (None, [[0]], "candidates must be integers, found object"),
+        (torch.zeros(2, device="meta").long(), [[0]], "candidates must be a dense tensor, found .* meta"),
+        ([0], torch.zeros(1, 2).long().to_sparse(), "known: a tensor of labels must be dense"),
     ],
 )
 def test_bad_labels_are_named(candidates: Any, known: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         label_pool(candidates, known, LABELS)
+
+
+@pytest.mark.parametrize("count", [0, -3, 5.0, "5", True])
+def test_a_number_of_labels_that_is_none_is_refused(count: Any) -> None:
+    with pytest.raises(DataError, match="label_pool: label_count must be an integer of at least 1, found"):
+        label_pool([0], [[0]], count)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="label_pool: device must be one that torch can use here, found 'n"):
+        label_pool([0], [[0]], LABELS, device="no such")
 
 
 def test_ignored_labels_are_marked_by_their_position() -> None:

@@ -55,6 +55,19 @@ def ragged_rows(labels: Any, rows: int | None, columns: int, where: str) -> CsrR
     return CsrRows(offsets_of(counts), (keys % max(columns, 1)).astype(np.int32), None, columns)
 
 
+def holds_values(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense and has values that can be read."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def described(value: Any) -> str:
+    """Return in an error's words what was given where a tensor was wanted."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    layout = "" if value.layout is torch.strided else f"{value.layout} "
+    return f"{layout}{value.dtype} {list(value.shape)} on {value.device}"
+
+
 def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of labels of each row and all labels, int64."""
     if scipy.sparse.issparse(labels):
@@ -63,10 +76,10 @@ def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
         stored = labels if labels.values is None else labels.keep(labels.values != 0)
         return np.diff(stored.offsets), stored.indices.astype(np.int64)
     if isinstance(labels, Tensor):
-        if labels.dim() != 2 or labels.dtype not in (torch.int32, torch.int64):
+        if labels.dim() != 2 or labels.dtype not in (torch.int32, torch.int64) or not holds_values(labels):
             raise DataError(
-                f"{where}: a tensor of labels must be int32 or int64 [row, width], padded with negatives, "
-                f"found {labels.dtype} {list(labels.shape)}"
+                f"{where}: a tensor of labels must be dense int32 or int64 [row, width], padded with "
+                f"negatives, found {described(labels)}"
             )
         padded = labels.detach().cpu().numpy()
         return (padded >= 0).sum(1), padded[padded >= 0].astype(np.int64)
@@ -86,6 +99,9 @@ def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _unpack(offsets: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return `_flatten` of compressed rows given as two arrays or tensors."""
+    for part in (offsets, labels):
+        if isinstance(part, Tensor) and not holds_values(part):
+            raise DataError(f"{where}: offsets and labels must be dense tensors, found {described(part)}")
     offsets, labels = (
         part.detach().cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
         for part in (offsets, labels)

@@ -173,8 +173,13 @@ def _parts(inputs: Any, size: int) -> Iterator[Any]:
 
 def _length(inputs: Any) -> int:
     if not isinstance(inputs, Mapping):
+        if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
+            raise DataError(
+                "GradientCache: inputs must have a length and be sliced, or be a mapping of such, found "
+                f"{type(inputs).__name__}; give a tensor or a list"
+            )
         return len(inputs)
-    lengths = {name: len(value) for name, value in inputs.items()}
+    lengths = {name: _length(value) for name, value in inputs.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(f"GradientCache: all inputs must have one length, found {lengths}")
     return next(iter(lengths.values()))

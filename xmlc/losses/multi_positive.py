@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 
-from xmlc.data.ragged import RaggedLabels, ragged_rows
+from xmlc.data.ragged import RaggedLabels, described, holds_values, ragged_rows
 from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError
 from xmlc.losses.tiles import Pairs, RowSums, Scores, gradients, row_losses
@@ -74,14 +75,16 @@ def multi_positive_loss(
         The loss [], float32 or float64. Differentiable once.
 
     Raises:
-        DataError: Embeddings are empty, not finite or do not fit each other; a positive is out of range.
+        DataError: Embeddings are empty, not finite or do not fit each other; a positive is out of range;
+            scale or bias is no finite number.
         ConfigError: Kind, layout or tile is unknown.
         WorkerError: Another worker stopped.
     """
     _check_settings(kind, layout, tile)
     _check_embeddings(queries, keys)
-    workers = Workers() if workers is None else workers
     dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    scale, bias = _number("scale", scale, queries, dtype), _number("bias", bias, queries, dtype)
+    workers = Workers() if workers is None else workers
     sizes = workers.gather_sizes(len(queries), len(keys), device=queries.device)
     split = _Split(workers, [size[0] for size in sizes], [size[1] for size in sizes])
     if split.query == 0 or split.key == 0:
@@ -103,9 +106,6 @@ def multi_positive_loss(
         return _own_columns(each, split, queries.device, dtype)
 
     pairs = pairs_of(rows), pairs_of(left_out)
-    scale, bias = (
-        torch.as_tensor(value, dtype=dtype, device=queries.device).reshape(()) for value in (scale, bias)
-    )
     return _Loss.apply(queries, keys, scale, bias, pairs, kind, tile, split, by_row)
 
 
@@ -191,21 +191,22 @@ def _own_columns(rows: CsrRows, split: _Split, device: torch.device, dtype: torc
     return Pairs(query[own], key[own] - first, count.to(dtype))
 
 
-def _check_settings(kind: str, layout: str, tile: int) -> None:
+def _check_settings(kind: object, layout: object, tile: object) -> None:
     if kind not in KINDS:
         raise ConfigError(f"multi_positive_loss: kind must be one of {', '.join(KINDS)}, found {kind!r}")
     if layout not in get_args(Layout):
         raise ConfigError(f"multi_positive_loss: layout must be row, column or auto, found {layout!r}")
-    if tile < 1:
-        raise ConfigError(f"multi_positive_loss: tile must be at least 1, found {tile}")
+    if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
+        raise ConfigError(f"multi_positive_loss: tile must be an integer of at least 1, found {tile!r}")
 
 
 def _check_embeddings(queries: Tensor, keys: Tensor) -> None:
     for name, value in (("queries", queries), ("keys", keys)):
-        if value.dim() != 2 or not value.is_floating_point():
+        fits = isinstance(value, Tensor) and holds_values(value) and value.dtype in _DTYPES
+        if not fits or value.dim() != 2 or value.shape[1] == 0:
             raise DataError(
-                f"multi_positive_loss: {name} must be floating-point [{name[:-1]}, d], "
-                f"found {value.dtype} {list(value.shape)}"
+                f"multi_positive_loss: {name} must be a dense tensor [{_ROW[name]}, d] of float32, float64, "
+                f"float16 or bfloat16, found {described(value)}"
             )
         if not value.isfinite().all():
             raise DataError(
@@ -218,6 +219,32 @@ def _check_embeddings(queries: Tensor, keys: Tensor) -> None:
             f"{list(queries.shape)} {queries.dtype} {queries.device} and "
             f"{list(keys.shape)} {keys.dtype} {keys.device}"
         )
+
+
+def _is_number(value: object) -> bool:
+    plain = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return plain and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _number(name: str, value: Tensor | float, queries: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scale or bias as a tensor [] where the queries are."""
+    found = described(value) if isinstance(value, Tensor) else repr(value)
+    fits = _is_number(value)
+    if isinstance(value, Tensor):
+        fits = holds_values(value) and value.is_floating_point() and value.numel() == 1
+    if fits:
+        number = torch.as_tensor(value, dtype=dtype, device=queries.device).reshape(())
+        if number.isfinite():
+            return number
+        found = f"{number.item()}"
+    raise DataError(
+        f"multi_positive_loss: {name} must be one finite number, found {found}; where it is learnt, lower "
+        "its learning rate"
+    )
+
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_ROW = {"queries": "query", "keys": "key"}
 
 
 class MultiPositive(nn.Module):
@@ -259,8 +286,13 @@ class MultiPositive(nn.Module):
         """
         super().__init__()
         _check_settings(kind, layout, tile)
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ConfigError(f"MultiPositive: temperature must be positive, found {temperature}")
+        # As small as float32 can invert.
+        if not _is_number(temperature) or not 1e-30 <= temperature <= 1e30:
+            raise ConfigError(
+                f"MultiPositive: temperature must be a number from 1e-30 to 1e30, found {temperature!r}"
+            )
+        if not _is_number(bias):
+            raise ConfigError(f"MultiPositive: bias must be a finite number, found {bias!r}")
         self.kind, self.layout, self.tile = kind, layout, tile
         self.group, self.gather_across_devices = group, gather_across_devices
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature)), requires_grad=learn_scale)

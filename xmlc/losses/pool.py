@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmlc.data.ragged import RaggedLabels, ragged_rows
+from xmlc.data.ragged import RaggedLabels, described, holds_values, ragged_rows
 from xmlc.data.rows import CsrRows
-from xmlc.errors import DataError
+from xmlc.errors import ConfigError, DataError
 from xmlc.parallel import Workers
 
 _WHERE = "label_pool"
@@ -58,10 +58,13 @@ def label_pool(
 
     Raises:
         DataError: A label is no integer or out of range, or no worker has a candidate.
+        ConfigError: torch cannot use the device.
         WorkerError: Another worker stopped.
     """
+    if isinstance(label_count, bool) or not isinstance(label_count, int | np.integer) or label_count < 1:
+        raise DataError(f"{_WHERE}: label_count must be an integer of at least 1, found {label_count!r}")
     workers = Workers() if workers is None else workers
-    asked = torch.from_numpy(_labels(candidates, label_count)).to(device)
+    asked = _to(device, torch.from_numpy(_labels(candidates, label_count)))
     rows = ragged_rows(known, None, label_count, f"{_WHERE}: known")
     left_out = CsrRows.empty(rows.rows, label_count)
     if ignored is not None:
@@ -78,7 +81,14 @@ def label_pool(
 
 def _labels(candidates: Any, label_count: int) -> np.ndarray:
     """Return the candidates, each once, rising, int64."""
-    given = candidates.detach().cpu().numpy() if isinstance(candidates, Tensor) else np.asarray(candidates)
+    if isinstance(candidates, Tensor) and not holds_values(candidates):
+        raise DataError(f"{_WHERE}: candidates must be a dense tensor, found {described(candidates)}")
+    try:
+        given = (
+            candidates.detach().cpu().numpy() if isinstance(candidates, Tensor) else np.asarray(candidates)
+        )
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{_WHERE}: candidates must be integers, any number, found {error}") from None
     if given.size and given.dtype.kind not in "iu":
         raise DataError(f"{_WHERE}: candidates must be integers, found {given.dtype}")
     labels = np.unique(given.astype(np.int64))
@@ -87,6 +97,15 @@ def _labels(candidates: Any, label_count: int) -> np.ndarray:
             f"{_WHERE}: candidates must lie in [0, {label_count}), found {labels[0]} to {labels[-1]}"
         )
     return labels
+
+
+def _to(device: torch.device | str, labels: Tensor) -> Tensor:
+    try:
+        return labels.to(device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"{_WHERE}: device must be one that torch can use here, found {device!r} ({error}); name another"
+        ) from None
 
 
 def _positions(known: CsrRows, labels: np.ndarray) -> CsrRows:
