@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, Int64
 from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
 from xmlc.nn.scratch import Zeros, in_memory
@@ -27,7 +28,7 @@ from xmlc.ops import (
 )
 from xmlc.ops.checks import groups
 from xmlc.ops.float8 import SCALE_LABELS, new_scale, scales
-from xmlc.sparsity import draw_connections, index_dtype
+from xmlc.sparsity import draw_connections, index_dtype, random_connectivity
 
 LABELS_DRAWN_AT_ONCE = 1 << 16
 """Labels whose initial weights are drawn in float32 before they are kept in another type; whole scales."""
@@ -38,6 +39,8 @@ LOGITS_LOOKED_AT_ONCE = 1 << 18
 """Where active gradients are counted."""
 _LABELS_OF_A_BLOCK = SCALE_LABELS  # and whole groups of any size
 _SKIPPED_LOGIT = -1e9
+_SEEDS_APART = 0x9E3779B97F4A7C15
+"""Between the seeds of a layer's parts, by their first labels."""
 
 
 class OutputLayer(Protocol):
@@ -116,8 +119,20 @@ class SparseOutput:
         generator: torch.Generator,
         direct: DirectConnections | None = None,
         zeros: Zeros = in_memory,
+        own: Int64 | None = None,
     ) -> None:
-        """Make weights, connections and state, where ``zeros`` puts them, and draw the first two."""
+        """Make weights, connections and state, where ``zeros`` puts them, and draw the first two.
+
+        With ``own``, rising labels of whole groups and scales, the layer is this part of one of all labels:
+        it starts with their rows of that layer, and its losses are their share of that layer's.
+        """
+        self.all_labels = label
+        if own is not None:
+            bias = bias[own]
+            positive_weight = None if positive_weight is None else positive_weight[own]
+            # The ops count a part's labels from 0; two parts must not draw the same numbers.
+            drawn_with, seed = seed, (seed + int(own[0]) * _SEEDS_APART) % (1 << 63)
+            label = len(own)
         self.label = label
         self.zeros = zeros  # kept: its end would be that of the thread that looks after its files
         self.direct = direct
@@ -131,8 +146,13 @@ class SparseOutput:
         self.weight = zeros((label, model.fan_in), dtype)
         self.weight_scale = new_scale(label, dtype)
         self.indices = zeros((groups(label, model.group_size), model.fan_in), index_dtype(model.width))
-        draw_connections(self.weight, self.indices, model.width, model.group_size, seed, self.weight_scale)
-        _draw_weight(self.weight, self.weight_scale, model, generator)
+        if own is None:
+            draw_connections(
+                self.weight, self.indices, model.width, model.group_size, seed, self.weight_scale
+            )
+        else:
+            _draw_own_connections(self.indices, self.all_labels, model, drawn_with, own)
+        _draw_weight(self.weight, self.weight_scale, model, generator, self.all_labels, own)
         self.bias = bias
         self.positive_weight = positive_weight
         self.state = _state_of(optimizer.kind, label, model.fan_in, zeros)
@@ -203,7 +223,7 @@ class SparseOutput:
             bias,
             loss=self.loss.kind,
             seed=self.seed,
-            scale=loss_scale(self.loss, features.shape[1], self.label),
+            scale=loss_scale(self.loss, features.shape[1], self.all_labels),
             share_positives=self.loss.reduction == "mean",
             group_size=self.group_size,
             positive_weight=self.positive_weight,
@@ -526,21 +546,45 @@ def _state_of(kind: str, label: int, fan_in: int, zeros: Zeros) -> OptimizerStat
     return OptimizerState(**{name: zeros(tuple(like.shape), like.dtype) for name, like in absent.items()})
 
 
+def _draw_own_connections(indices: Tensor, label: int, model: ModelConfig, seed: int, own: Int64) -> None:
+    """Take the connections of own labels from those that the whole layer would start with.
+
+    They are all drawn meanwhile: 4 to 6 bytes for each connection of the whole layer.
+    """
+    whole = random_connectivity(label, model.width, model.fan_in, model.group_size, seed)
+    rows = own[own % model.group_size == 0] // model.group_size
+    indices.copy_(torch.from_numpy(whole.numpy()[rows]))
+
+
 def _draw_weight(
-    weight: Tensor, weight_scale: Tensor | None, model: ModelConfig, generator: torch.Generator
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    model: ModelConfig,
+    generator: torch.Generator,
+    label: int,
+    own: Int64 | None,
 ) -> None:
-    """Draw the initial weights [label, fan_in] into zeros; in float32, whatever they are kept in."""
+    """Draw the initial weights into zeros; in float32, whatever they are kept in.
+
+    The weights are those of a layer of so many labels, or of its ``own`` ones.
+    """
     if model.weight_init == "zero":
         return
-    label, fan_in = weight.shape
+    fan_in = model.fan_in
     bound = 1.0 / math.sqrt(fan_in) if model.weight_init == "fan_in" else math.sqrt(3.0 / (label * fan_in))
+    place = 0
     for first in range(0, label, LABELS_DRAWN_AT_ONCE):
-        block = weight[first : first + LABELS_DRAWN_AT_ONCE]
-        drawn = torch.empty(block.shape).uniform_(-bound, bound, generator=generator)
+        count = min(LABELS_DRAWN_AT_ONCE, label - first)
+        drawn = torch.empty(count, fan_in).uniform_(-bound, bound, generator=generator)
+        if own is not None:
+            rows = own[slice(*np.searchsorted(own, (first, first + count)))] - first
+            drawn = drawn[torch.from_numpy(rows)]
+        block = weight[place : place + len(drawn)]
         if weight_scale is None:
             block.copy_(drawn)
         else:
-            _keep_in_float8(drawn, block, weight_scale[scales(first) :])
+            _keep_in_float8(drawn, block, weight_scale[scales(place) :])
+        place += len(drawn)
 
 
 def _keep_in_float8(drawn: Tensor, weight: Tensor, weight_scale: Tensor) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as distributed
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xmlc.config import Config, WeightDtype, build_config
 from xmlc.data.ragged import RaggedLabels, ragged_rows
-from xmlc.data.rows import CsrRows, offsets_of
-from xmlc.errors import ConfigError, DataError, WorkerError, XmlcError
+from xmlc.data.rows import CsrRows
+from xmlc.errors import ConfigError, DataError, NativeError, WorkerError, XmlcError
+from xmlc.nn.label_parallel import LabelParallelOutput, check_loss, unit_of
 from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
 from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
 from xmlc.ops.checks import differentiated_once
-from xmlc.parallel import Workers
+from xmlc.parallel import OwnLabels, Workers, deal_labels, gather_compressed
 
 
 class HeadOutput(NamedTuple):
@@ -52,6 +55,9 @@ class SparseHead(nn.Module):
       of all workers, gathered in the forward pass; after DDP's mean every gradient equals the one-process
       gradient of the mean over all instances, and ``loss`` is that mean. Without gradients (``no_grad``), in
       ``eval()`` mode and in `topk` a worker works alone.
+    - With ``label_parallel=True`` every worker has its own labels' part of the output layer only, and all
+      workers call everything together: both passes, in ``eval()`` mode and without gradients too, `topk`,
+      `redistribute`, ``state_dict()``. Losses and gradients are as above.
 
     With ``fused=False`` weight and bias are parameters and everything is plain autograd: any optimizer,
     accumulation, clipping, DDP as they are, for memory of [label, batch] and of the weights' gradient.
@@ -73,6 +79,9 @@ class SparseHead(nn.Module):
         bias_init: float | Literal["auto"] = "auto",
         fused: bool = True,
         seed: int = 0,
+        label_parallel: bool = False,
+        label_counts: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        group: distributed.ProcessGroup | None = None,
     ) -> None:
         """Take the settings, named as in docs/configuration.md, and draw weights and connections.
 
@@ -93,6 +102,10 @@ class SparseHead(nn.Module):
                 ``label_count`` for bce, 0 otherwise.
             fused: See the class.
             seed: Decides initial weights, connections and rounding; the same on all workers.
+            label_parallel: Share the labels out to the workers of ``group``; see the class.
+            label_counts: With ``label_parallel``, the positives of every label in the training data: labels
+                are dealt out so that workers have about as many positives, too (`deal_labels`).
+            group: Workers that train together; None is torch.distributed's default group, if there is one.
 
         Raises:
             ConfigError: A setting is unknown, out of range, or does not fit the others.
@@ -127,6 +140,13 @@ class SparseHead(nn.Module):
                 f"autograd can hold, found {weight_dtype}; leave fused=False out"
             )
         _check_loss(config, fused)
+        self._workers = Workers(group) if label_parallel or group is not None else None
+        own = _own_labels(label_count, config, self.workers, fused, label_counts) if label_parallel else None
+        if own is None and label_counts is not None:
+            raise ConfigError(
+                "SparseHead: label_counts says how to share labels out, found label_parallel=False; set it "
+                "to True or leave label_counts out"
+            )
         generator = torch.Generator().manual_seed(seed)
         self.hidden, self.label_count, self.fused = hidden, label_count, fused
         self.learning_rate = config.output_optimizer.learning_rate
@@ -140,7 +160,9 @@ class SparseHead(nn.Module):
             _positive_weight(config, label_count),
             seed,
             generator,
+            own=None if own is None else own.labels,
         )
+        self.parallel = None if own is None else LabelParallelOutput(self.output, own)
         self.steps = torch.zeros((), dtype=torch.int64)  # updates so far; 0 with fused=False
         self.redistributions = torch.zeros((), dtype=torch.int64)
         if not fused:
@@ -152,6 +174,11 @@ class SparseHead(nn.Module):
     def device(self) -> torch.device:
         """Where the output layer is."""
         return self.output.indices.device
+
+    @property
+    def workers(self) -> Workers:
+        """Who trains together; without ``label_parallel`` the default group may come later than the head."""
+        return self._workers or Workers()
 
     @property
     def learning_rate(self) -> float:
@@ -181,7 +208,7 @@ class SparseHead(nn.Module):
         positives = ragged_rows(labels, len(embeddings), self.label_count, "SparseHead: labels")
         if not self.fused:
             return HeadOutput(self._autograd_loss(features, positives))
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and self.parallel is None:
             return HeadOutput(self.output.evaluate(features, positives, gradient=False)[0].float())
         # The embeddings may come from a frozen encoder; the backward pass must reach the head all the same.
         reached = torch.zeros((), requires_grad=True)
@@ -206,12 +233,15 @@ class SparseHead(nn.Module):
     def topk(self, embeddings: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
         """Return scores and labels [batch, k], best first, without a [batch, label] tensor.
 
-        Ties go to the lowest label. See `xmlc.ops.top_labels`.
+        Ties go to the lowest label. See `xmlc.ops.top_labels`. With ``label_parallel`` workers may give
+        different numbers of embeddings.
 
         Raises:
             DataError: The embeddings do not fit.
             NativeError: k is not in [1, label].
         """
+        if self.parallel is not None:
+            return self._topk_of_all(self.features(embeddings), k)
         weight, bias = self._weight_and_bias()
         output = self.output
         return top_labels(
@@ -249,6 +279,8 @@ class SparseHead(nn.Module):
         if optimizer is not None:
             state = optimizer.state.get(self.weight, {})
             states = [value for value in state.values() if getattr(value, "shape", None) == weight.shape]
+        if self.parallel is not None:
+            fraction = self.parallel.own_fraction(_share(fraction))
         moved = redistribute(
             weight,
             self.output.indices,
@@ -262,7 +294,7 @@ class SparseHead(nn.Module):
         )
         self.redistributions += 1
         self._workers_agree = False
-        return moved
+        return moved if self.parallel is None else self.parallel.sum_over_workers(moved)
 
     def extra_repr(self) -> str:
         """Return the settings that matter for reading a model."""
@@ -318,32 +350,50 @@ class SparseHead(nn.Module):
         output = self.output
         return tuple(value._version for value in (output.weight, output.bias, output.indices))
 
-    def _gather(self, features: Tensor, positives: CsrRows, workers: Workers) -> _Gathered:
-        """Return the batch of all workers, in the order of their ranks, on every one of them."""
+    def _gather(self, features: Tensor, positives: CsrRows) -> _Gathered:
+        """Return the batch of all workers, in the order of their ranks, on every one of them.
+
+        With ``label_parallel`` its positives are those among the worker's own labels.
+        """
         state = (
             0 if self._workers_agree else self._checksum(),
             int(self.steps),
             int(np.float64(self.learning_rate).view(np.int64)),
         )
-        sizes = workers.gather_sizes(positives.rows, len(positives.indices), *state, device=features.device)
-        if any(size[2:] != sizes[0][2:] for size in sizes):
+        if self.parallel is not None:
+            batch = self.parallel.gather(features, positives, None, None, *state)
+            gathered = _Gathered(batch.features, batch.positives, batch.lengths)
+            states = batch.further
+        else:
+            (rows,), sizes = gather_compressed(self.workers, [positives], features.device, *state)
+            lengths, states = [size[0] for size in sizes], [size[2:] for size in sizes]
+            gathered = _Gathered(self.workers.gather_rows(features.T, lengths).T.contiguous(), rows, lengths)
+        if any(state != states[0] for state in states):
             raise WorkerError(
                 "SparseHead: output layer and learning rate must be the same on all workers, found different "
                 "ones; use one seed, and call load_state_dict, redistribute and backward on all workers alike"
             )
         self._workers_agree = True
-        batches, pairs = [size[0] for size in sizes], [size[1] for size in sizes]
-        offsets, labels = positive_tensors(positives)
-        counts = workers.gather_rows(offsets.diff().to(features.device), batches).cpu().numpy()
-        labels = workers.gather_rows(labels.to(features.device), pairs).cpu()
-        first = sum(batches[: workers.rank])
-        return _Gathered(
-            workers.gather_rows(features.T, batches).T.contiguous(),
-            CsrRows(offsets_of(counts), labels.numpy(), None, self.label_count),
-            slice(first, first + positives.rows),
-        )
+        return gathered
+
+    def _topk_of_all(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Rank the instances of all workers among all labels, and return this worker's."""
+        assert self.parallel is not None
+        if not 1 <= k <= self.label_count:
+            raise NativeError(f"SparseHead: k must lie in [1, label] = [1, {self.label_count}], got {k}")
+        workers = self.workers
+        lengths = [size[0] for size in workers.gather_sizes(features.shape[1], device=features.device)]
+        features = workers.gather_rows(features.T, lengths).T.contiguous()
+        scores, labels = self.parallel.top_labels(features, k)
+        own = _rows_of(workers.rank, lengths)
+        return scores[own], labels[own]
 
     def _checksum(self) -> int:
+        """Return a number that agreeing workers have in common: of the layer, or of how it is shared out."""
+        if self.parallel is not None:
+            shares = self.parallel.own.shares
+            facts = f"{shares.label} {shares.unit} {self.output.input} {self.output.weight.shape[1]}"
+            return zlib.crc32(shares.owner.tobytes(), zlib.crc32(facts.encode()))
         checksum = 0
         for value in self._output_tensors().values():
             checksum = zlib.crc32(value.cpu().contiguous().view(-1).view(torch.uint8).numpy(), checksum)
@@ -373,7 +423,17 @@ class SparseHead(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination |= {prefix + name: value for name, value in self._output_tensors().items()}
+        for name, value in self._output_tensors().items():
+            of_each = self._labels_of_a_row(name)
+            if of_each is not None:
+                assert self.parallel is not None
+                value = self.parallel.own.whole(value, of_each)
+            destination[prefix + name] = value
+
+    def _labels_of_a_row(self, name: str) -> int | None:
+        """Return how many labels a row stands for of a tensor that is shared out; None for any other."""
+        key = name.removeprefix("output.")
+        return None if self.parallel is None or key == name else self.parallel.rows_of_each(key)
 
     def _load_from_state_dict(
         self,
@@ -388,13 +448,20 @@ class SparseHead(nn.Module):
         state = dict(state_dict)
         for name, value in self._output_tensors().items():
             given = state.pop(prefix + name, None)
+            of_each = self._labels_of_a_row(name)
+            shape = list(value.shape)
+            if of_each is not None:
+                assert self.parallel is not None
+                shape[0] = self.parallel.own.row_count(of_each)
             if given is None:
                 missing_keys.append(prefix + name)
-            elif given.shape != value.shape or given.dtype != value.dtype:
+            elif list(given.shape) != shape or given.dtype != value.dtype:
                 error_msgs.append(
-                    f"{prefix + name} must be {value.dtype} {list(value.shape)} by this head's settings, "
+                    f"{prefix + name} must be {value.dtype} {shape} by this head's settings, "
                     f"found {given.dtype} {list(given.shape)}"
                 )
+            elif self.parallel is not None and of_each is not None:
+                self.parallel.own.take(given, value, of_each)
             else:
                 value.copy_(given)
         super()._load_from_state_dict(
@@ -412,29 +479,32 @@ class SparseHead(nn.Module):
 class _Gathered(NamedTuple):
     features: Tensor  # [input, batch of all workers]
     positives: CsrRows
-    own: slice
-    """This worker's part of the batch."""
+    lengths: list[int]
+    """Instances of each worker."""
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, reached: Tensor, head: SparseHead, positives: CsrRows) -> Tensor:
-        loss, _ = head.output.evaluate(features, positives, gradient=False)
-        batch = features.shape[1]
-        own = slice(0, batch)
-        workers = Workers(alone=not head.training)
-        if workers.size > 1:
-            features, positives, own = head._gather(features, positives, workers)
-            loss = workers.sum(loss * (batch / features.shape[1]))
+        parallel, workers = head.parallel, head.workers
+        if parallel is not None:
+            features, positives, lengths = head._gather(features, positives)
+            loss = workers.sum(head.output.evaluate(features, positives, gradient=False)[0])
+        else:
+            lengths = [features.shape[1]]
+            loss, _ = head.output.evaluate(features, positives, gradient=False)
+            if head.training and workers.size > 1:
+                features, positives, lengths = head._gather(features, positives)
+                loss = workers.sum(loss * (lengths[workers.rank] / features.shape[1]))
         ctx.save_for_backward(features)
-        ctx.rest = (head, positives, own, workers.size, head.training, head._versions())
+        ctx.rest = (head, positives, lengths, head.training, head._versions())
         return loss.float()
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         differentiated_once("SparseHead: the loss")
         (features,) = ctx.saved_tensors
-        head, positives, own, workers, update, versions = ctx.rest
+        head, positives, lengths, update, versions = ctx.rest
         if head._versions() != versions:
             raise XmlcError(
                 "SparseHead: the output layer must be as it was in the forward pass, found it changed: every "
@@ -446,8 +516,51 @@ class _FusedLoss(torch.autograd.Function):
             if update
             else head.output.evaluate(features, positives, gradient=True)[1]
         )
+        if head.parallel is not None:
+            gradient = head.parallel.scatter(gradient, lengths)
+        elif len(lengths) > 1:
+            gradient = gradient[:, _rows_of(head.workers.rank, lengths)]
         # DDP takes the mean over workers, of gradients of which each holds its own instances' part.
-        return gradient[:, own] * (loss_gradient * workers), None, None, None
+        return gradient * (loss_gradient * len(lengths)), None, None, None
+
+
+def _rows_of(rank: int, lengths: list[int]) -> slice:
+    """Return where a worker's instances lie in the batch of all."""
+    first = sum(lengths[:rank])
+    return slice(first, first + lengths[rank])
+
+
+def _own_labels(label_count: int, config: Config, workers: Workers, fused: bool, counts: Any) -> OwnLabels:
+    """Share the labels out to the workers.
+
+    Raises:
+        ConfigError: The settings do not allow it.
+    """
+    if not fused:
+        raise ConfigError(
+            "SparseHead: label_parallel needs fused=True, whose steps it shares out, found fused=False; "
+            "leave one of them out"
+        )
+    check_loss(config.loss)
+    if counts is not None:
+        counts = np.asarray(counts)
+        if counts.shape != (label_count,) or counts.dtype.kind not in "iu" or (counts < 0).any():
+            raise ConfigError(
+                f"SparseHead: label_counts must be integers of at least 0, [{label_count}], found "
+                f"{counts.dtype} {list(counts.shape)}"
+            )
+    return OwnLabels(deal_labels(label_count, workers.size, unit_of(config.model), counts), workers)
+
+
+def _share(fraction: float) -> float:
+    """Return a fraction of connections, checked before workers act on it.
+
+    Raises:
+        NativeError: It is out of range.
+    """
+    if not 0.0 <= fraction <= 1.0:
+        raise NativeError(f"SparseHead: fraction must lie in [0, 1], got {fraction}")
+    return fraction
 
 
 def _finite(values: Tensor) -> bool:

@@ -27,6 +27,10 @@ class Workers:
         self.size = distributed.get_world_size(group) if spread else 1
         self.calls: dict[str, int] = {}
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Workers:
+        """Return this object: a process group cannot be copied, nor would a copy be another one."""
+        return self
+
     def gather_sizes(self, *sizes: int, device: torch.device) -> list[list[int]]:
         """Return the given sizes of all workers [worker][size]."""
         own = torch.tensor(sizes, dtype=torch.int64, device=device)
