@@ -15,14 +15,16 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, ValidationError, model_validator
 
 from xmlc.errors import CheckpointError
@@ -73,14 +75,36 @@ class Checkpoint:
     tensors: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A tensor that no process need hold whole: its bytes come piece by piece when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Iterator[torch.Tensor]]
+    """Yields the bytes in their order, uint8 of any shape, contiguous and on the CPU."""
+
+
+Storable = torch.Tensor | Pieces
+
+
+def writing_order(tensors: Mapping[str, Storable]) -> list[str]:
+    """Return the names in the order in which `write_checkpoint` writes their tensors.
+
+    Falling item size keeps every tensor aligned, which memory-mapping readers need.
+    """
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
 def write_checkpoint(
-    folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]
+    folder: Path, tensors: Mapping[str, Storable], metadata: Mapping[str, JsonValue]
 ) -> None:
     """Make ``folder`` the checkpoint of ``tensors`` and ``metadata``, in place of the one it may hold.
 
     At every instant the folder holds the old checkpoint or the new one, whole. Tensors are written one by
     one: a contiguous tensor on the CPU is not copied, one on another device passes through ``CHUNK_BYTES`` at
-    a time, a non-contiguous one is copied alone. Only one process at a time may write to a folder.
+    a time, a non-contiguous one is copied alone, and `Pieces` are made as they are written. Only one process
+    at a time may write to a folder.
 
     Args:
         folder: Made where it does not exist, with its parents.
@@ -186,6 +210,39 @@ class CheckpointReader:
         self.check_fits(name, tensor)
         self._fill(name, tensor)
 
+    def read_rows_into(self, name: str, rows: NDArray[np.int64], tensor: torch.Tensor) -> None:
+        """Read some rows of a tensor into a contiguous one that has only those; all its bytes are verified.
+
+        Args:
+            name: The checkpoint's tensor [all rows, …].
+            rows: Which rows, rising.
+            tensor: [row, …], on any device.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            CheckpointError: As `read_into`.
+        """
+        entry, _ = self._places[name]
+        fits = (
+            tensor.is_contiguous() and len(rows) == len(tensor) and entry.shape[1:] == list(tensor.shape[1:])
+        )
+        if not fits or tensor.dtype != DTYPES[entry.dtype] or (rows >= entry.shape[0]).any():
+            raise CheckpointError(
+                f"{self.folder}: of tensor {name!r} {len(rows)} rows must be read into contiguous "
+                f"{tensor.dtype} {list(tensor.shape)}, found {DTYPES[entry.dtype]} {entry.shape}; "
+                f"{_OTHER_TENSORS}"
+            )
+        row_bytes = entry.bytes // max(1, entry.shape[0])
+        own = tensor.detach().reshape(-1).view(torch.uint8).view(len(rows), row_bytes)
+        first = 0
+        for chunk in self._verified(name, row_bytes * max(1, CHUNK_BYTES // max(1, row_bytes))):
+            whole = torch.frombuffer(chunk, dtype=torch.uint8).view(-1, row_bytes)
+            mine = slice(*np.searchsorted(rows, (first, first + len(whole))))
+            own[mine] = whole[torch.from_numpy(rows[mine] - first)].to(own.device)
+            first += len(whole)
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version([tensor])  # written as another dtype, behind its back
+
     def check_fits(self, name: str, tensor: torch.Tensor) -> None:
         """Check that a tensor can be read into another.
 
@@ -208,24 +265,40 @@ class CheckpointReader:
             CheckpointError: The bytes are not those that were written.
         """
         for name in self.shapes.keys() - self._read:
-            self._fill(name, None)
+            for _ in self._verified(name, CHUNK_BYTES):
+                pass
 
-    def _fill(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Read the bytes of a tensor in place, or only verify them for None."""
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Read the bytes of a tensor in place."""
         entry, start = self._places[name]
         path = self.folder / entry.file
         digest = hashlib.sha256()
         with _reading(path), open_regular(path) as stream:
             stream.seek(start)
-            if tensor is None:
-                for first in range(0, entry.bytes, CHUNK_BYTES):
-                    digest.update(stream.read(min(CHUNK_BYTES, entry.bytes - first)))
-            else:
-                _read_bytes(stream, tensor, digest)
-        if digest.hexdigest() != entry.checksum:
+            _read_bytes(stream, tensor, digest)
+        self._check(name, digest.hexdigest())
+
+    def _verified(self, name: str, chunk_bytes: int) -> Iterator[bytearray]:
+        """Yield the bytes of a tensor; whoever takes them all knows that they are right."""
+        entry, start = self._places[name]
+        path = self.folder / entry.file
+        digest = hashlib.sha256()
+        with _reading(path), open_regular(path) as stream:
+            stream.seek(start)
+            for first in range(0, entry.bytes, chunk_bytes or 1):
+                chunk = bytearray(stream.read(min(chunk_bytes, entry.bytes - first)))
+                digest.update(chunk)
+                if len(chunk) < min(chunk_bytes, entry.bytes - first):
+                    break  # cut short since it was opened: the checksum is another
+                yield chunk
+        self._check(name, digest.hexdigest())
+
+    def _check(self, name: str, checksum: str) -> None:
+        entry, _ = self._places[name]
+        if checksum != entry.checksum:
             raise CheckpointError(
-                f"{path}: tensor {name!r} must have the checksum of {MANIFEST}, found another; "
-                f"{_LOAD_ANOTHER}"
+                f"{self.folder / entry.file}: tensor {name!r} must have the checksum of {MANIFEST}, found "
+                f"another; {_LOAD_ANOTHER}"
             )
         self._read.add(name)
 
@@ -258,7 +331,7 @@ class CheckpointFolder:
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
 
-    def save(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]) -> Path:
+    def save(self, name: str, tensors: Mapping[str, Storable], metadata: Mapping[str, JsonValue]) -> Path:
         """Write the checkpoint ``name`` and make it the latest, after removing what interrupted writes left.
 
         Returns:
@@ -407,9 +480,7 @@ class _Manifest(BaseModel):
         return files
 
 
-def _check_storable(
-    folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, JsonValue]
-) -> None:
+def _check_storable(folder: Path, tensors: Mapping[str, Storable], metadata: Mapping[str, JsonValue]) -> None:
     """Raise CheckpointError before anything is written for what the format cannot hold."""
     for name, tensor in tensors.items():
         if name == _RESERVED_NAME:
@@ -497,16 +568,15 @@ def _header(entries: Mapping[str, _Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_data(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Entry]:
+def _write_data(path: Path, tensors: Mapping[str, Storable]) -> dict[str, _Entry]:
     """Write a new safetensors file to the disk; return its entries, checksums included, in file order."""
-    # Falling item size keeps every tensor aligned, which memory-mapping readers need.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    names = writing_order(tensors)
     entries = {
         name: _Entry(
             file=path.name,
             dtype=_DTYPE_NAMES[tensors[name].dtype],
             shape=list(tensors[name].shape),
-            bytes=tensors[name].nbytes,
+            bytes=math.prod(tensors[name].shape) * tensors[name].dtype.itemsize,
             checksum=_BLANK_CHECKSUM,
         )
         for name in names
@@ -515,7 +585,7 @@ def _write_data(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, _E
         stream.write(_header(entries))
         for name in names:
             digest = hashlib.sha256()
-            for chunk in _byte_chunks(tensors[name]):
+            for chunk in _chunks_of(tensors[name]):
                 data = chunk.cpu().numpy().data
                 digest.update(data)
                 stream.write(data)
@@ -576,6 +646,10 @@ def _read_bytes(stream: BufferedReader, tensor: torch.Tensor, digest: Any) -> No
             chunk.copy_(buffer)
     if not tensor.is_inference():
         torch.autograd.graph.increment_version([tensor])  # written past torch, behind its back
+
+
+def _chunks_of(value: Storable) -> Iterable[torch.Tensor]:
+    return value.make() if isinstance(value, Pieces) else _byte_chunks(value)
 
 
 def _byte_chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

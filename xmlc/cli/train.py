@@ -44,13 +44,13 @@ def command(
 
     The best checkpoint by the held-out validation metric is kept; `xmlc eval` measures it on the test set.
     """
-    from xmlc.training.api import train
+    from xmlc.training.api import train_run
 
     if paper_protocol:
         overrides = (*overrides, "training.paper_protocol=true")
     if device is not None:
         overrides = (*overrides, f"training.device={device}")
-    train(
+    rank = train_run(
         data,
         out=run,
         config=file,
@@ -61,4 +61,5 @@ def command(
         budget=budget,
         enforce=enforce,
     )
-    click.echo(str(run))
+    if rank == 0:
+        click.echo(str(run))

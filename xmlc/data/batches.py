@@ -74,6 +74,8 @@ class BatchStream:
     skipped: CsrRows | None = None  # [instance, label]
     words: CsrRows | None = None  # [instance, word]
     negatives: CsrRows | None = None  # [instance, label]
+    part: tuple[int, int] = (0, 1)
+    """Which part of every batch is given, and of how many: a worker's, empty of the shortest batches."""
 
     def __post_init__(self) -> None:
         if row_count(self.features) != self.labels.rows:
@@ -101,6 +103,8 @@ class BatchStream:
     def _batches(self, order: Int64, start: int) -> Iterator[Batch]:
         for first in range(start * self.batch_size, len(order), self.batch_size):
             instances = order[first : first + self.batch_size]
+            if self.part != (0, 1):
+                instances = instances[_part(len(instances), *self.part)]
             yield Batch(
                 instances,
                 take(self.features, instances),
@@ -110,6 +114,10 @@ class BatchStream:
                     for each in (self.skipped, self.words, self.negatives)
                 ),
             )
+
+
+def _part(rows: int, number: int, parts: int) -> slice:
+    return slice(rows * number // parts, rows * (number + 1) // parts)
 
 
 def holdout(instances: int, fraction: float, seed: int) -> tuple[Int64, Int64]:

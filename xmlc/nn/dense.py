@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from xmlc.parallel import ALONE, Workers
+
 BLOCK_BYTES = 16 << 20
 
 
@@ -73,11 +75,18 @@ class BlockedLinear:
         """Return ``weight.T @ gradient`` [column, batch] for a gradient [row, batch]."""
         return self.weight.T @ gradient
 
-    def update(self, x: Tensor, gradient: Tensor, optimizer: BlockOptimizer) -> None:
-        """Update from the gradient [row, batch] of the outputs at x [column, batch]."""
+    def update(
+        self, x: Tensor, gradient: Tensor, optimizer: BlockOptimizer, workers: Workers = ALONE
+    ) -> None:
+        """Update from the gradient [row, batch] of the outputs at x [column, batch].
+
+        Each of several ``workers`` gives its own instances; the gradients of weights and bias are summed over
+        them, in one collective for the bias and one for each block.
+        """
+        bias_gradient = workers.sum(gradient.sum(1))
         for block in self.blocks:
-            part = gradient[block.rows]
-            block.update(part @ x.T, part.sum(1), optimizer)
+            weight_gradient = workers.sum(gradient[block.rows] @ x.T)
+            block.update(weight_gradient, bias_gradient[block.rows], optimizer)
 
     def gradient_square_norm(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the squared norm of the weight and bias gradients without forming them.

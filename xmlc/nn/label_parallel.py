@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from xmlc.checkpoint import CheckpointReader, Pieces, Storable
 from xmlc.config import LossConfig, ModelConfig, RedistributionConfig
-from xmlc.data.rows import CsrRows
+from xmlc.data.rows import CsrRows, Float32
 from xmlc.errors import ConfigError
 from xmlc.nn.output_layer import SparseOutput, normalised
 from xmlc.ops import LogitOffsets
@@ -46,7 +50,7 @@ class LabelParallelOutput:
         Raises:
             ConfigError: The loss needs the sum over all labels.
         """
-        check_loss(part.loss)
+        check_shareable(part.loss)
         self.part = part
         self.own = own
         self.workers = own.workers
@@ -226,6 +230,30 @@ class LabelParallelOutput:
         """Return weights and state of the own labels by name, sharing memory; see `OwnLabels.whole`."""
         return self.part.tensors()
 
+    def stored(self) -> dict[str, Storable]:
+        """Return the tensors of all labels by name, as a checkpoint takes them; see `OwnLabels.pieces`."""
+        stored: dict[str, Storable] = {}
+        for name, own in self.tensors().items():
+            of_each = self.rows_of_each(name)
+            shape = (self.own.row_count(of_each), *own.shape[1:])
+            stored[name] = Pieces(shape, own.dtype, partial(self.own.pieces, own, of_each))
+        return stored
+
+    def read(self, reader: CheckpointReader, prefix: str) -> None:
+        """Read the own labels' rows of every tensor in place, from the names with this prefix.
+
+        Raises:
+            KeyError: The checkpoint has no such tensor.
+            CheckpointError: As `CheckpointReader.read_rows_into`.
+        """
+        for name, own in self.tensors().items():
+            rows = self.own.shares.rows(self.workers.rank, self.rows_of_each(name))
+            reader.read_rows_into(prefix + name, rows, own)
+
+    def connect_direct(self, indices: NDArray[np.int32], weight: Float32) -> None:
+        """See `SparseOutput.connect_direct`."""
+        self.part.connect_direct(indices[self.own.labels], weight[self.own.labels])
+
     def move(self, device: torch.device) -> None:
         """See `OutputLayer.move`."""
         self.part.move(device)
@@ -236,7 +264,7 @@ def unit_of(model: ModelConfig) -> int:
     return SCALE_LABELS if is_float8(getattr(torch, model.weight_dtype)) else model.group_size
 
 
-def check_loss(loss: LossConfig) -> None:
+def check_shareable(loss: LossConfig) -> None:
     """Check that labels can be shared out under a loss.
 
     Raises:

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xmlc.checkpoint import CheckpointReader, Storable
 from xmlc.config import Config, ModelConfig
 from xmlc.data.batches import Batch
 from xmlc.data.rows import CsrRows, unit_length
@@ -20,6 +22,7 @@ from xmlc.errors import ConfigError
 from xmlc.metrics import inverse_propensity
 from xmlc.nn.direct import DirectConnections
 from xmlc.nn.encoder import BagOfWords, DenseFeatures, drop, drop_features
+from xmlc.nn.label_parallel import LabelParallelOutput, unit_of
 from xmlc.nn.output_layer import DenseOutput, OutputLayer, SparseOutput
 from xmlc.nn.penultimate import PenultimateLayer
 from xmlc.nn.scratch import ScratchFiles, Zeros, in_memory
@@ -27,6 +30,7 @@ from xmlc.nn.similarity import Similarity
 from xmlc.nn.transformer import TransformerEncoder
 from xmlc.ops import LogitOffsets
 from xmlc.ops.float8 import is_float8, scales
+from xmlc.parallel import ALONE, OwnLabels, Workers, deal_labels
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def hidden_of(
     train = generator is not None
     generator = generator or torch.Generator()
     encoder.train(train)
+    if len(batch.instances) == 0:  # of a worker that has none of a short batch
+        return next(chain(encoder.parameters(), encoder.buffers())).new_zeros(0, encoder.hidden)
     hidden = encoder(batch, config.input_dropout if train else 0.0, generator)
     if config.hidden_activation == "relu":
         hidden = hidden.relu()
@@ -157,10 +163,12 @@ class Model:
         problem: Problem,
         transformer: TransformerEncoder | None = None,
         scratch: Path | None = None,
+        workers: Workers = ALONE,
     ) -> None:
         """Draw the weights; a ``transformer`` that is trained brings its own.
 
-        ``scratch`` is the folder for the files of ``training.storage = "disk"``.
+        ``scratch`` is the folder for the files of ``training.storage = "disk"``. Several ``workers`` share
+        out the labels of a sparse output layer; each has all else whole, the same at the start.
         """
         check_memory(config, problem)
         self.config = config
@@ -178,7 +186,13 @@ class Model:
         weight = _positive_weight(config, problem)
         self.output: OutputLayer
         if model.output == "sparse":
-            self.output = SparseOutput(
+            own = None
+            if workers.size > 1:
+                shares = deal_labels(
+                    problem.label_count, workers.size, unit_of(model), problem.label_instances
+                )
+                own = OwnLabels(shares, workers)
+            part = SparseOutput(
                 problem.label_count,
                 model,
                 config.loss,
@@ -187,9 +201,11 @@ class Model:
                 weight,
                 config.training.seed,
                 generator,
-                _direct_connections(config, problem),
+                _direct_connections(config, problem, problem.label_count if own is None else len(own.labels)),
                 _zeros(config, scratch),
+                None if own is None else own.labels,
             )
+            self.output = part if own is None else LabelParallelOutput(part, own)
         else:
             self.output = DenseOutput(
                 problem.label_count, width or hidden, config.loss, bias, weight, generator
@@ -254,8 +270,29 @@ class Model:
             tensors |= {"penultimate.weight": linear.weight, "penultimate.bias": linear.bias}
         return tensors | {f"output.{name}": value for name, value in self.output.tensors().items()}
 
+    def stored(self) -> dict[str, Storable]:
+        """Return `tensors` as a checkpoint takes them: of all labels, whoever has them."""
+        stored: dict[str, Storable] = dict(self.tensors())
+        if isinstance(self.output, LabelParallelOutput):
+            stored |= {f"output.{name}": value for name, value in self.output.stored().items()}
+        return stored
 
-def _direct_connections(config: Config, problem: Problem) -> DirectConnections | None:
+    def read(self, reader: CheckpointReader) -> None:
+        """Read every tensor in place, from ``model.<name>``; of labels that are shared out the own ones.
+
+        Raises:
+            KeyError: The checkpoint lacks one.
+            CheckpointError: One does not fit, or is not what was written.
+        """
+        shared_out = isinstance(self.output, LabelParallelOutput)
+        for name, tensor in self.tensors().items():
+            if not (shared_out and name.startswith("output.")):
+                reader.read_into(f"model.{name}", tensor)
+        if isinstance(self.output, LabelParallelOutput):
+            self.output.read(reader, "model.output.")
+
+
+def _direct_connections(config: Config, problem: Problem, label: int) -> DirectConnections | None:
     fan_in = config.model.direct_fan_in
     if not fan_in:
         return None
@@ -263,7 +300,7 @@ def _direct_connections(config: Config, problem: Problem) -> DirectConnections |
         raise ConfigError(
             "model.direct_fan_in: needs texts or sparse features, found dense ones; set it to 0"
         )
-    return DirectConnections(problem.label_count, problem.words, fan_in, config.output_optimizer)
+    return DirectConnections(label, problem.words, fan_in, config.output_optimizer)
 
 
 def _zeros(config: Config, scratch: Path | None) -> Zeros:

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as functional
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
-from xmlc.data.rows import CsrRows, Int64
+from xmlc.data.rows import CsrRows, Float32, Int64
 from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
 from xmlc.nn.scratch import Zeros, in_memory
@@ -309,6 +310,11 @@ class SparseOutput:
             self.group_size,
             None if scale is None else scale[scales(labels.start) : scales(labels.stop)],
         )
+
+    def connect_direct(self, indices: NDArray[np.int32], weight: Float32) -> None:
+        """Set where direct connections start, [label, fan_in] each; nothing without such connections."""
+        if self.direct is not None:
+            self.direct.connect(indices, weight)
 
     def redistribute(self, config: RedistributionConfig, strength: float, step: int) -> int:
         """Move weak connections; ``strength`` scales the configured fraction or threshold."""

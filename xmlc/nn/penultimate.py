@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xmlc.nn.dense import BlockedLinear, BlockOptimizer
+from xmlc.parallel import ALONE, Workers
 
 
 class PenultimateLayer:
@@ -41,6 +42,8 @@ class PenultimateLayer:
         """Return [batch, hidden] for the pre-activations' gradient [input, batch]."""
         return self.linear.input_gradient(gradient).T
 
-    def update(self, hidden: Tensor, gradient: Tensor, optimizer: BlockOptimizer) -> None:
-        """Update the weights from the pre-activations' gradient, block by block."""
-        self.linear.update(hidden.T, gradient, optimizer)
+    def update(
+        self, hidden: Tensor, gradient: Tensor, optimizer: BlockOptimizer, workers: Workers = ALONE
+    ) -> None:
+        """Update the weights from the pre-activations' gradient, see `BlockedLinear.update`."""
+        self.linear.update(hidden.T, gradient, optimizer, workers)

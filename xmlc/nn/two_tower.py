@@ -20,6 +20,7 @@ from xmlc.losses import MultiPositive
 from xmlc.nn.model import Model, Problem, check_memory, hidden_of, make_encoder
 from xmlc.nn.nearest import nearest
 from xmlc.nn.transformer import TransformerEncoder
+from xmlc.parallel import ALONE, Workers
 
 TEXTS_AT_ONCE = 4096
 """Label texts that are embedded at a time."""
@@ -143,11 +144,12 @@ def make_model(
     problem: Problem,
     transformer: TransformerEncoder | None = None,
     scratch: Path | None = None,
+    workers: Workers = ALONE,
 ) -> Model | TwoTower:
     """Return the model that the settings ask for; see there."""
     if config.model.output == "two_tower":
         return TwoTower(config, problem, transformer)
-    return Model(config, problem, transformer, scratch)
+    return Model(config, problem, transformer, scratch, workers)
 
 
 def _projection(hidden: int, units: int, generator: torch.Generator) -> nn.Linear:

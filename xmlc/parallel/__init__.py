@@ -1,6 +1,6 @@
 """What the workers of a torch.distributed group do together."""
 
 from xmlc.parallel.shares import LabelShares, OwnLabels, deal_labels, gather_compressed
-from xmlc.parallel.workers import Workers
+from xmlc.parallel.workers import ALONE, Workers, joined
 
-__all__ = ["LabelShares", "OwnLabels", "Workers", "deal_labels", "gather_compressed"]
+__all__ = ["ALONE", "LabelShares", "OwnLabels", "Workers", "deal_labels", "gather_compressed", "joined"]

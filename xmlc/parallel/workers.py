@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from xmlc.errors import WorkerError
+
+BUCKET_BYTES = 25 << 20
 
 
 class Workers:
@@ -59,6 +63,29 @@ class Workers:
             self._call("all_reduce", distributed.all_reduce, values)
         return values
 
+    def sum_gradients(self, gradients: list[Tensor]) -> None:
+        """Add the gradients of all workers, in place, in buckets of up to 25 MiB; a larger one alone.
+
+        All workers must give tensors of the same shapes in the same order, all of one device.
+        """
+        if self.size == 1:
+            return
+        for bucket in _buckets(gradients):
+            flat = self.sum(torch.cat([each.flatten() for each in bucket]))
+            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                each.copy_(part.view_as(each))
+
+    def sum_sparse(self, gradient: Tensor) -> Tensor:
+        """Return the sum of all workers' sparse gradients of rows, coalesced; see `gather_sizes`."""
+        gradient = gradient.coalesce()
+        if self.size == 1:
+            return gradient
+        rows, values = gradient.indices()[0], gradient.values()
+        lengths = [size[0] for size in self.gather_sizes(len(rows), device=rows.device)]
+        rows, values = self.gather_rows(rows, lengths), self.gather_rows(values, lengths)
+        summed = torch.sparse_coo_tensor(rows[None], values, gradient.shape, check_invariants=False)
+        return summed.coalesce()
+
     def max(self, values: Tensor) -> Tensor:
         """Take the largest of the values of all workers, in place."""
         if self.size > 1:
@@ -83,9 +110,59 @@ class Workers:
             ) from error
 
 
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield runs of tensors of one dtype and of up to `BUCKET_BYTES`, or single larger ones."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        size = sum(each.nbytes for each in bucket) + tensor.nbytes
+        if bucket and (size > BUCKET_BYTES or bucket[0].dtype != tensor.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
 def _padded(rows: Tensor, length: int) -> Tensor:
     if len(rows) == length:
         return rows.contiguous()
     padded = rows.new_zeros(length, *rows.shape[1:])
     padded[: len(rows)] = rows
     return padded
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Workers]:
+    """Join the workers that torchrun has started, or the caller in torch.distributed's default group.
+
+    Alone where there are none. Of a group that is made here, this ends with it.
+
+    Args:
+        device: ``cpu`` or ``cuda``, of which every worker of a machine takes another one.
+
+    Raises:
+        WorkerError: The others do not come.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        yield Workers()
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield ALONE
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise WorkerError(
+            f"parallel: torchrun's {os.environ['WORLD_SIZE']} workers must reach each other, worker "
+            f"{os.environ['RANK']} found: {error}; see torchrun's --rdzv options, and GLOO_SOCKET_IFNAME"
+        ) from error
+    try:
+        yield Workers()
+    finally:
+        distributed.destroy_process_group()
+
+
+ALONE = Workers(alone=True)
+"""This process, whatever group there may be."""

@@ -12,6 +12,7 @@ from xmlc.data.card import recipe_of
 from xmlc.errors import ConfigError
 from xmlc.evaluation import Predictor, load
 from xmlc.memory.budget import parse_bytes
+from xmlc.parallel import joined
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.trainer import train_into
 
@@ -30,6 +31,9 @@ def train(
 ) -> Predictor:
     """Train on a data set into the run folder ``out`` and return the best model.
 
+    Under torchrun, or in torch.distributed's default group, all workers call this together, see
+    docs/several-workers.md; each returns the whole model.
+
     Args:
         data: Folder or name of a data set, or a `Dataset`.
         out: Run folder, new or empty; with ``resume``, the folder of the run to continue.
@@ -45,6 +49,33 @@ def train(
     Raises:
         XmlcError: Data, settings or folder do not fit, or training was interrupted.
     """
+    train_run(
+        data,
+        out=out,
+        config=config,
+        preset=preset,
+        recipe=recipe,
+        overrides=overrides,
+        resume=resume,
+        budget=budget,
+        enforce=enforce,
+    )
+    return load(Path(out))
+
+
+def train_run(
+    data: str | Path | Dataset,
+    *,
+    out: str | Path,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    preset: str | None = None,
+    recipe: bool = False,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    budget: str | int | None = None,
+    enforce: bool = False,
+) -> int:
+    """Train as `train` does, load nothing, and return this worker's rank; 0 of a process alone."""
     if sum(choice is not None and choice is not False for choice in (config, preset, recipe)) > 1:
         raise ConfigError(
             "train: only one of config, preset and recipe may be given, found several; choose one"
@@ -62,5 +93,14 @@ def train(
         source = Path(config) if isinstance(config, str | Path) else config
     settings = load_config(source, overrides, preset or "default")
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
-    train_into(run, dataset, settings, resume=resume, budget_bytes=budget_bytes, enforce=enforce)
-    return load(run)
+    with joined(settings.training.device) as workers:
+        train_into(
+            run,
+            dataset,
+            settings,
+            resume=resume,
+            budget_bytes=budget_bytes,
+            enforce=enforce,
+            workers=workers,
+        )
+    return workers.rank

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -20,6 +21,7 @@ class Bar(tqdm):
     monitor_interval = 0
 
 
+_silent = False
 _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
@@ -32,7 +34,7 @@ def bar(total: int, description: str, initial: int = 0) -> Bar:
         unit="batch",
         miniters=1,
         file=sys.stderr,
-        disable=not sys.stderr.isatty(),
+        disable=_silent or not sys.stderr.isatty(),
         dynamic_ncols=True,
         leave=False,
     )
@@ -62,7 +64,19 @@ def _under_bar(items: Iterable[T], total: int, description: str) -> Iterable[T]:
 
 def say(message: str) -> None:
     """Print a line to stderr above any bar."""
-    tqdm.write(message, file=sys.stderr)
+    if not _silent:
+        tqdm.write(message, file=sys.stderr)
+
+
+@contextmanager
+def silenced(silent: bool) -> Iterator[None]:
+    """Show nothing meanwhile, where asked to: of several workers one is enough."""
+    global _silent
+    before, _silent = _silent, silent
+    try:
+        yield
+    finally:
+        _silent = before
 
 
 def peak_memory_bytes() -> int:

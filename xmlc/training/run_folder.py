@@ -314,6 +314,36 @@ class RunFolder:
         write_atomic(self.path / METRICS, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
+class FollowedRun(RunFolder):
+    """A run that another worker writes: this one reads it, and leaves no trace."""
+
+    def create(self, config: Config, data: dict[str, Any], encoder: Path | None = None) -> None:
+        """Write nothing."""
+
+    def check_empty(self) -> None:
+        """Leave it to the worker that writes."""
+
+    def change(self, config: Config) -> None:
+        """Write nothing."""
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold nothing: the worker that writes does."""
+        yield
+
+    def check_held(self) -> None:
+        """Leave it to the worker that writes."""
+
+    def log(self, message: str) -> None:
+        """Write nothing."""
+
+    def record(self, entry: dict[str, Any]) -> None:
+        """Write nothing."""
+
+    def forget_after(self, epoch: int) -> None:
+        """Write nothing."""
+
+
 def _metrics_entry(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = parse_json(line)

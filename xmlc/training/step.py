@@ -9,6 +9,8 @@ from torch import Tensor
 
 from xmlc.data.batches import Batch
 from xmlc.nn import Model
+from xmlc.nn.encoder import BagOfWords
+from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
 
@@ -21,15 +23,19 @@ def training_step(
     step: int,
     clip_norm: float,
     stopwatch: Stopwatch,
+    workers: Workers = ALONE,
 ) -> Tensor:
     """Update the whole model from one batch and return the loss, float64 [].
+
+    Each of several ``workers`` gives its part of the batch, which may be empty; all take the same step, from
+    the gradients of the whole batch's loss. Only dropout draws other numbers than one process would.
 
     The output layer updates itself inside the fused step and hands back the gradient of its input; the
     layers before it then follow, the penultimate layer block by block. ``step`` counts from 1 and, with the
     seed, decides all randomness of the step. The time goes to three phases of the stopwatch.
     """
     with stopwatch.phase("forward"):
-        generator = step_generator(model.config.training.seed, step)
+        generator = step_generator(model.config.training.seed, step, workers.rank)
         hidden = model.hidden(batch, generator)  # [batch, hidden], autograd
         with torch.no_grad():
             features = model.features(hidden)  # [input, batch]
@@ -37,7 +43,7 @@ def training_step(
     with stopwatch.phase("output_step"):
         loss, gradient = model.output.step(features, batch.labels, output_rate, step, direct, batch.skipped)
     with stopwatch.phase("dense_update"):
-        _dense_update(model, hidden, features, gradient, optimizers, clip_norm)
+        _dense_update(model, hidden, features, gradient, optimizers, clip_norm, workers)
     return loss
 
 
@@ -48,6 +54,7 @@ def _dense_update(
     gradient: Tensor,  # of the features, [input, batch]; changed in place
     optimizers: Optimizers,
     clip_norm: float,
+    workers: Workers,
 ) -> None:
     """Take the gradient of the features back through penultimate layer and encoder, and update both."""
     with torch.no_grad():
@@ -61,19 +68,39 @@ def _dense_update(
         # symbolic shapes, 35 MB that nothing uses.
         (hidden * hidden_gradient).sum().backward()
     with torch.no_grad():
+        _sum_encoder_gradients(model, workers)
         if clip_norm > 0.0:
-            factor = _clip_factor(model, hidden, gradient, clip_norm)
+            factor = _clip_factor(model, hidden, gradient, clip_norm, workers)
             gradient *= factor
             for encoder_gradient in _encoder_gradients(model):
                 encoder_gradient.mul_(factor)
         if model.penultimate is not None:
-            model.penultimate.update(hidden, gradient, optimizers.penultimate)
+            model.penultimate.update(hidden, gradient, optimizers.penultimate, workers)
     optimizers.step_encoder()
 
 
-def step_generator(seed: int, step: int) -> torch.Generator:
-    """Return the generator of one step's dropout: a function of (seed, step) alone, so that runs resume."""
-    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) % (1 << 63))
+def step_generator(seed: int, step: int, rank: int = 0) -> torch.Generator:
+    """Return the generator of one step's dropout: of (seed, step, rank) alone, so that runs resume."""
+    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step + (rank << 40)) % (1 << 63))
+
+
+def _sum_encoder_gradients(model: Model, workers: Workers) -> None:
+    """Give every worker the sum of all workers' gradients; one without instances brings zeros."""
+    if workers.size == 1:
+        return
+    trained = [each for each in model.encoder.parameters() if each.requires_grad]
+    if isinstance(model.encoder, BagOfWords):
+        (embedding,) = trained
+        if embedding.grad is None:
+            none = torch.empty(1, 0, dtype=torch.int64, device=embedding.device)
+            values = embedding.new_empty(0, embedding.shape[1])
+            embedding.grad = torch.sparse_coo_tensor(none, values, embedding.shape, check_invariants=False)
+        embedding.grad = workers.sum_sparse(embedding.grad)
+        return
+    for each in trained:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+    workers.sum_gradients([each.grad for each in trained if each.grad is not None])
 
 
 def _encoder_gradients(model: Model) -> list[Tensor]:
@@ -87,8 +114,14 @@ def gradient_square(gradients: Iterable[Tensor]) -> Tensor:
     return sum((each.square().sum() for each in values), torch.zeros(()))
 
 
-def _clip_factor(model: Model, hidden: Tensor, gradient: Tensor, clip_norm: float) -> Tensor:
+def _clip_factor(
+    model: Model, hidden: Tensor, gradient: Tensor, clip_norm: float, workers: Workers
+) -> Tensor:
     """Return what to multiply the gradients of encoder and penultimate layer by."""
+    if model.penultimate is not None and workers.size > 1:
+        lengths = [size[0] for size in workers.gather_sizes(len(hidden), device=hidden.device)]
+        hidden = workers.gather_rows(hidden, lengths)
+        gradient = workers.gather_rows(gradient.T, lengths).T
     square = gradient.new_zeros(()) + gradient_square(_encoder_gradients(model))
     if model.penultimate is not None:
         square += model.penultimate.linear.gradient_square_norm(hidden.T, gradient)

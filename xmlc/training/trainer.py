@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from xmlc import __version__, native
-from xmlc.checkpoint import CheckpointReader
+from xmlc.checkpoint import CheckpointReader, Pieces, Storable, writing_order
 from xmlc.config import Config, TrainingConfig
 from xmlc.data import Batch, Dataset
 from xmlc.data.pretrained import locate_encoder
@@ -40,14 +40,16 @@ from xmlc.memory.process import (
 from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
+from xmlc.nn.label_parallel import LabelParallelOutput, check_shareable
 from xmlc.nn.output_layer import SparseOutput, normalised
+from xmlc.parallel import ALONE, Workers
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import Prepared, batches_of, import_libraries, prepare
-from xmlc.training.run_folder import RunFolder
+from xmlc.training.run_folder import FollowedRun, RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
 from xmlc.training.two_tower import mine, two_tower_step
@@ -87,17 +89,26 @@ class Position:
 class Trainer:
     """One run: model, optimizers, schedules, and where they stand."""
 
-    def __init__(self, dataset: Dataset, config: Config, folder: RunFolder, prepared: Prepared) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: Config,
+        folder: RunFolder,
+        prepared: Prepared,
+        workers: Workers = ALONE,
+    ) -> None:
         self.dataset = dataset
         self.config = config
         self.folder = folder
         self.prepared = prepared
+        self.workers = workers
         encoder = prepared.text_encoder
         self.model = make_model(
             config,
             prepared.problem,
             encoder.transformer if encoder is not None and config.encoder.trained else None,
             folder.path,
+            workers,
         )
         self._connect()
         self.model.move(torch.device(config.training.device))
@@ -113,7 +124,8 @@ class Trainer:
         self.stopwatch = Stopwatch()  # since the last line of metrics
         self._saved = time.monotonic()
         self._signal: int | None = None
-        self._board = _tensorboard(folder.path) if config.training.tensorboard else None
+        board = config.training.tensorboard and workers.rank == 0
+        self._board = _tensorboard(folder.path) if board else None
 
     def _connect(self) -> None:
         """Give the model its texts, and direct connections their start; a checkpoint overwrites that."""
@@ -121,10 +133,9 @@ class Trainer:
             self.model.texts = self.prepared.label_texts
             return
         self.model.similarity = self.prepared.similarity
-        output = self._sparse_output
-        if output is not None and output.direct is not None:
-            assert self.prepared.direct is not None, "prepare has chosen them"
-            output.direct.connect(self.prepared.direct.indices, self.prepared.direct.weight)
+        output, direct = self._sparse_output, self.prepared.direct
+        if output is not None and direct is not None:
+            output.connect_direct(direct.indices, direct.weight)
 
     def run(self) -> None:
         """Train to the end, or until early stopping or a signal.
@@ -154,9 +165,9 @@ class Trainer:
         self.folder.log(f"finished after {self.position.step} steps, {self._reason_to_end()}")
 
     @property
-    def _sparse_output(self) -> SparseOutput | None:
+    def _sparse_output(self) -> SparseOutput | LabelParallelOutput | None:
         output = None if isinstance(self.model, TwoTower) else self.model.output
-        return output if isinstance(output, SparseOutput) else None
+        return output if isinstance(output, SparseOutput | LabelParallelOutput) else None
 
     @property
     def _goes_back(self) -> bool:
@@ -180,7 +191,9 @@ class Trainer:
         started = time.monotonic()
         if position.batch == 0:
             self._mine()
-        stream = replace(self.prepared.train, negatives=self.negatives)
+        workers = self.workers
+        part = (workers.rank, workers.size)
+        stream = replace(self.prepared.train, negatives=self.negatives, part=part)
         with progress.bar(len(stream), f"epoch {position.epoch + 1}", position.batch) as bar:
             for batch in self.stopwatch.each("data", stream.epoch(position.epoch, position.batch)):
                 loss = self.step(batch)
@@ -194,14 +207,25 @@ class Trainer:
                     memory=f"{progress.peak_memory_bytes() / 2**20:.0f} MiB",
                     refresh=False,
                 )
+                due = self._agree(time.monotonic() - self._saved > training.checkpoint_seconds)
                 if self._signal is not None:
                     self.seconds += time.monotonic() - started
                     self._stop_on_signal()
-                if time.monotonic() - self._saved > training.checkpoint_seconds:
+                if due:
                     self.seconds += time.monotonic() - started
                     started = time.monotonic()
                     self.save()
         self.seconds += time.monotonic() - started
+
+    def _agree(self, due: bool) -> bool:
+        """Have all workers note a signal that came to any of them; return whether to save, as rank 0 says."""
+        if self.workers.size > 1:
+            mine = [self._signal or 0, int(due and self.workers.rank == 0)]
+            device = self.config.training.device
+            number, save = self.workers.max(torch.tensor(mine, device=device)).tolist()
+            self._signal = int(number) or None
+            due = bool(save)
+        return due
 
     def step(self, batch: Batch) -> float:
         """Train on one batch, and move connections where that is due; return the loss.
@@ -223,7 +247,7 @@ class Trainer:
         if isinstance(model, TwoTower):
             loss = float(two_tower_step(model, batch, optimizers, *rest))
         else:
-            loss = float(training_step(model, batch, optimizers, output_rate, *rest))
+            loss = float(training_step(model, batch, optimizers, output_rate, *rest, self.workers))
         self._check_loss(loss, batch, factor)
         output = self._sparse_output
         if output is not None and self.policy.due(position.step):
@@ -259,10 +283,21 @@ class Trainer:
 
     def _check_weights(self) -> None:
         try:
-            check_weights(self.model.tensors())
+            self._check_weights_of_all()
         except DivergedError as error:
             factor = self.rate_factor * self.schedule.factor(self.position.step)
             raise self._diverged(error, high_rates(self.config, factor)) from None
+
+    def _check_weights_of_all(self) -> None:
+        """Check the weights; where one worker's have diverged, all workers raise."""
+        found: DivergedError | None = None
+        try:
+            check_weights(self.model.tensors())
+        except DivergedError as error:
+            found = error
+        flag = torch.tensor(int(found is not None), device=self.config.training.device)
+        if int(self.workers.max(flag)):
+            raise found or DivergedError("the weights must stay finite, found others in another worker")
 
     def _diverged(self, error: DivergedError, cause: str) -> DivergedError:
         path = self.folder.checkpoints.latest()
@@ -384,7 +419,9 @@ class Trainer:
         self._check_weights()
         position = self.position
         name = f"step-{position.step:010d}"
-        tensors: dict[str, Tensor] = {f"model.{key}": value for key, value in self.model.tensors().items()}
+        model = self.model
+        stored = model.stored() if isinstance(model, Model) else model.tensors()
+        tensors: dict[str, Storable] = {f"model.{key}": value for key, value in stored.items()}
         tensors |= {f"optimizer.{key}": value for key, value in self.optimizers.tensors().items()}
         tensors["label_instances"] = torch.from_numpy(self.prepared.problem.label_instances)
         if self.prepared.vectorizer is not None:
@@ -393,8 +430,8 @@ class Trainer:
         if self.prepared.similarity is not None:
             for key, array in self.prepared.similarity.arrays().items():
                 tensors[f"similarity.{key}"] = torch.from_numpy(array)
-        if isinstance(self.model, TwoTower):
-            tensors |= self._of_labels(self.model)
+        if isinstance(model, TwoTower):
+            tensors |= self._of_labels(model)
         if self.dataset.label_names is not None:
             tensors["label_names.offsets"] = torch.tensor(self.dataset.label_names.offsets)
             tensors["label_names.data"] = torch.tensor(self.dataset.label_names.data)
@@ -416,10 +453,13 @@ class Trainer:
         }
         self.folder.check_held()
         with self.stopwatch.phase("checkpoint"):
-            self.folder.checkpoints.save(name, tensors, metadata)
-            if best:
-                self.folder.checkpoints.mark_best(name)
-            self.folder.checkpoints.keep(last=self.config.training.keep_last)
+            if self.workers.rank == 0:
+                self.folder.checkpoints.save(name, tensors, metadata)
+                if best:
+                    self.folder.checkpoints.mark_best(name)
+                self.folder.checkpoints.keep(last=self.config.training.keep_last)
+            else:
+                _contribute(tensors)
         self._saved = time.monotonic()
 
     def _of_labels(self, model: TwoTower) -> dict[str, Tensor]:
@@ -460,7 +500,12 @@ class Trainer:
         position.finished = self.stopping.stop and position.batch == 0
         self.folder.forget_after(self.position.epoch)
         finished = self.folder.metrics()
-        if finished and finished[-1]["step"] == self.position.step and finished[-1]["best"]:
+        if (
+            self.workers.rank == 0
+            and finished
+            and finished[-1]["step"] == self.position.step
+            and finished[-1]["best"]
+        ):
             self.folder.checkpoints.mark_best(path.name)  # a kill may have come between save and mark
         self.folder.log(f"resumed at step {self.position.step}")
 
@@ -470,8 +515,11 @@ class Trainer:
         metadata: Any = reader.metadata
         check_encoder(path, metadata.get("encoder"), self._encoder_fingerprint())
         try:
-            for name, tensor in self.model.tensors().items():
-                reader.read_into(f"model.{name}", tensor)
+            if isinstance(self.model, Model):
+                self.model.read(reader)
+            else:
+                for name, tensor in self.model.tensors().items():
+                    reader.read_into(f"model.{name}", tensor)
             self.optimizers.load(
                 {
                     name.removeprefix("optimizer."): reader.read(name)
@@ -533,6 +581,15 @@ class Trainer:
         )
 
 
+def _contribute(tensors: Mapping[str, Storable]) -> None:
+    """Give the worker that writes a checkpoint this one's share of every tensor, in the order of writing."""
+    for name in writing_order(tensors):
+        value = tensors[name]
+        if isinstance(value, Pieces):
+            for _ in value.make():
+                pass
+
+
 def data_facts(dataset: Dataset) -> dict[str, Any]:
     """Return what identifies a data set in a run."""
     return {
@@ -554,6 +611,7 @@ def train_into(
     cache: Path | None = None,
     budget_bytes: int | None = None,
     enforce: bool = False,
+    workers: Workers = ALONE,
 ) -> Trainer:
     """Train a data set into a run folder and return the finished trainer.
 
@@ -565,6 +623,7 @@ def train_into(
         cache: Folder of the stores.
         budget_bytes: Anonymous memory that the whole process may have; None plans nothing.
         enforce: Make the budget a hard limit (`hard_limit`).
+        workers: Who trains together; rank 0 writes the folder, which all must see.
 
     Raises:
         StoppedBySignalError: SIGINT or SIGTERM; the run can be resumed.
@@ -577,8 +636,10 @@ def train_into(
         raise ConfigError("train: enforce needs a budget to enforce, found none; give one, such as 4GiB")
     if budget_bytes is not None:
         check_plannable(config)
-    run = RunFolder(folder)
-    with run.locked():
+    if workers.size > 1:
+        _check_shared_out(config, workers, budget_bytes)
+    run = RunFolder(folder) if workers.rank == 0 else FollowedRun(folder)
+    with run.locked(), progress.silenced(workers.rank > 0):
         changed = run.check_same(config, dataset.fingerprint) if resume else {}
         if not resume:
             run.check_empty()
@@ -603,7 +664,7 @@ def train_into(
             hard_limit(limit) if limit is not None and enforce else nullcontext(),
             explained(facts, lambda: _place(running), lambda: _kept(run)),
         ):
-            trainer = Trainer(dataset, config, run, prepared)
+            trainer = Trainer(dataset, config, run, prepared, workers)
             if sparing:
                 return_free_blocks()
             if resume:
@@ -615,12 +676,35 @@ def train_into(
                     run.change(config)
             else:
                 run.create(config, data_facts(dataset), encoder)
+            if workers.size > 1:
+                run.log(f"{workers.size} workers share out the labels")
             kernels = native.cpu.isa() if config.training.device == "cpu" else "CUDA"
             run.log(f"training on {threads} threads with {kernels} kernels")
             running.append(trainer.stopwatch)
             with native.kernel_threads(threads), _sums_in_order(config.training):
                 trainer.run()
         return trainer
+
+
+def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None) -> None:
+    """Check that several workers can train this together.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    where = f"train: {workers.size} workers"
+    if config.model.output != "sparse":
+        raise ConfigError(f"{where} need model.output = sparse, found {config.model.output}; train alone")
+    check_shareable(config.loss)
+    if config.training.batch_size < workers.size:
+        raise ConfigError(
+            f"{where} share out each batch, found training.batch_size = {config.training.batch_size}; "
+            "raise it"
+        )
+    if config.training.storage == "disk":
+        raise ConfigError(f"{where} need training.storage = memory, found disk; set it to memory")
+    if budget_bytes is not None:
+        raise ConfigError(f"{where}: a budget is planned for one process, found one given; leave it out")
 
 
 @contextmanager

@@ -1,0 +1,184 @@
+"""Runs of several workers: equal to those of one, resumed by any number, whole when a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import problems
+import pytest
+import torch
+import torch.distributed as distributed
+from workers import in_workers
+
+from xmlc.checkpoint import CheckpointFolder, read_checkpoint
+from xmlc.config import Config, dump_config
+from xmlc.errors import ConfigError
+from xmlc.evaluation import load
+from xmlc.evaluation.evaluator import evaluate_model
+from xmlc.parallel import ALONE, Workers
+from xmlc.training.trainer import Trainer, train_into
+
+DATA = problems.dataset("sparse", train=198)  # 178 to train on: the last batch has 2, fewer than the workers
+DENSE = problems.dataset("dense", train=198)
+
+
+def settings(epochs: int = 3, **sections: dict[str, Any]) -> Config:
+    """Return settings whose runs do not depend on the number of workers but for the order of sums."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"direct_fan_in": 3},
+        "similarity": {"neighbour_weight": 0.5, "neighbours": 5},
+        "redistribution": {"interval_steps": 0},
+        "training": {"epochs": epochs, "clip_norm": 0.5},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return problems.config(**base)
+
+
+def drawn() -> Config:
+    """Return settings under which workers draw other numbers than one process."""
+    return settings(
+        8,
+        model={"direct_fan_in": 0, "input_dropout": 0.1, "weight_dtype": "bfloat16", "group_size": 1},
+        similarity={"neighbour_weight": 0.0},
+        redistribution={"interval_steps": 10},
+        training={"clip_norm": 0.0, "checkpoint_seconds": 0.0},
+    )
+
+
+def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str, int]]:
+    """Train as one of three workers, and go on as one of two.
+
+    Returns:
+        The errors of what cannot be trained, and the collectives of a step.
+    """
+    two = distributed.new_group([0, 1])
+    three = Workers()
+    calls = collectives_of_a_step(train_into(folder / "three", DATA, settings(), workers=three))
+    train_into(folder / "handed on", DATA, settings(1), workers=three)
+    train_into(folder / "drawn", DENSE, drawn(), workers=three)
+    errors = []
+    for section, values in (
+        ("loss", {"kind": "softmax"}),
+        ("model", {"output": "bottleneck", "direct_fan_in": 0}),
+        ("training", {"batch_size": 2}),
+        ("training", {"storage": "disk"}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            config = settings(**{"similarity": {"neighbour_weight": 0.0}, section: values})
+            train_into(folder / "refused", DATA, config, workers=three)
+        errors.append(str(error.value))
+    with pytest.raises(ConfigError, match="a budget is planned for one process, found one given"):
+        train_into(folder / "refused", DATA, settings(), budget_bytes=1 << 40, workers=three)
+    if rank < 2:
+        train_into(folder / "handed on", DATA, settings(2), resume=True, workers=Workers(two))
+    return errors, calls
+
+
+def collectives_of_a_step(trainer: Trainer) -> dict[str, int]:
+    workers = trainer.workers
+    before = dict(workers.calls)
+    trainer.step(next(replace(trainer.prepared.train, part=(workers.rank, workers.size)).epoch(0)))
+    return {name: count - before[name] for name, count in workers.calls.items()}
+
+
+def test_workers_train_what_one_process_trains_and_hand_it_on(tmp_path: Path) -> None:
+    train_into(tmp_path / "one", DATA, settings())
+    for errors, calls in in_workers(3, train_together, tmp_path, tmp_path):
+        assert [error.split("found ")[1].split(";")[0].split(",")[0] for error in errors] == [
+            "loss.kind = softmax",
+            "bottleneck",
+            "training.batch_size = 2",
+            "disk",
+        ]
+        # Sizes, labels of each row, labels, features, words and their values; the words' embeddings; what
+        # clipping needs. The loss, the penultimate layer's bias and weights. The features' gradient.
+        assert calls == {"all_gather": 6 + 3 + 3, "all_reduce": 1 + 2, "reduce_scatter": 1}
+    assert not (tmp_path / "refused").exists()
+    train_into(tmp_path / "handed on", DATA, settings(), resume=True, workers=ALONE)
+    expected, lines = checkpoint(tmp_path / "one"), metrics(tmp_path / "one")
+    for name in ("three", "handed on"):
+        found = checkpoint(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4, msg=f"{name}: {key}")
+        for line, truth in zip(metrics(tmp_path / name), lines, strict=True):
+            assert line["loss"] == pytest.approx(truth["loss"], rel=1e-4)
+            assert line["active_share"] == pytest.approx(truth["active_share"], rel=1e-3)
+            for metric, value in truth["validation"].items():
+                assert line["validation"][metric] == pytest.approx(value, abs=0.06)  # one of 20 instances
+    # What workers draw differs from one process; what holds of every layer does not.
+    lines = metrics(tmp_path / "drawn")
+    assert [line["epoch"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["validation"]["P@1"] > 0.8
+    moved = [each["moved"] for line in lines for each in line["redistributions"]]
+    assert moved[0] == round(0.1 * problems.LABELS * 16)
+    indices = checkpoint(tmp_path / "drawn")["model.output.indices"].int().sort(1).values
+    assert (indices.diff(dim=1) > 0).all()
+    predictor = load(tmp_path / "drawn", "latest")
+    report = evaluate_model(predictor.model, whole(DENSE), 5, None)
+    assert report.values["P@1"] > 0.8
+
+
+def whole(dataset: Any) -> Any:
+    from xmlc.training.prepare import whole as stream
+
+    return stream(dataset.test.features, dataset.test.labels, None)
+
+
+def checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    path = CheckpointFolder(run / "checkpoints").latest()
+    assert path is not None
+    return dict(read_checkpoint(path).tensors)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_workers_of_the_command_line_stop_when_one_is_killed(tmp_path: Path) -> None:
+    """Processes as torchrun starts them, by their environment."""
+    data = problems.write_folder(tmp_path / "data", "sparse")
+    config = settings(100_000, model={"direct_fan_in": 0}, similarity={"neighbour_weight": 0.0})
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-P", "-m", "xmlc.cli", "train", str(data), "--out", str(tmp_path / "run")]
+    workers = [
+        subprocess.Popen(
+            [*command, "--config", str(tmp_path / "config.toml")],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        until = time.monotonic() + 90
+        latest = tmp_path / "run" / "checkpoints" / "latest"
+        while not latest.exists() and time.monotonic() < until:
+            assert all(each.poll() is None for each in workers), workers[0].communicate()
+            time.sleep(0.05)
+        workers[1].send_signal(signal.SIGKILL)
+        _, message = workers[0].communicate(timeout=60)
+    finally:
+        for each in workers:
+            each.kill()
+            each.communicate()
+    assert workers[0].returncode == 2
+    assert "another worker has stopped or failed" in message.splitlines()[-1]
+    assert "Traceback" not in message
+    assert load(tmp_path / "run").model.problem.label_count == problems.LABELS
