@@ -14,6 +14,7 @@ more than twice the plain implementation's own error (`assert_no_worse_than_plai
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -621,6 +622,41 @@ def _next_bfloat16(value: Tensor, direction: int) -> Tensor:
     bits = value.view(torch.int16).to(torch.int32)
     ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + direction
     return torch.where(ordered < 0, (-ordered) | -0x8000, ordered).to(torch.int16).view(torch.bfloat16)
+
+
+def values_of_codes(dtype: torch.dtype) -> Tensor:
+    """Return the value of each code 0 to 255 of a float8 as float64, from the format's definition alone."""
+    mantissa_bits = 3 if dtype == torch.float8_e4m3fn else 2
+    bias = 7 if dtype == torch.float8_e4m3fn else 15
+    values = []
+    for code in range(256):
+        magnitude = code & 0x7F
+        exponent, mantissa = magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1)
+        if dtype == torch.float8_e4m3fn and magnitude == 0x7F:
+            value = math.nan
+        elif dtype == torch.float8_e5m2 and exponent == 31:
+            value = math.inf if mantissa == 0 else math.nan
+        elif exponent == 0:
+            value = mantissa * 2.0 ** (1 - bias - mantissa_bits)
+        else:
+            value = (1.0 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+        values.append(-value if code & 0x80 else value)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def finite_values(dtype: torch.dtype) -> Tensor:
+    """Return the distinct finite values of a float8, rising."""
+    values = values_of_codes(dtype)
+    return values[values.isfinite()].unique()
+
+
+def neighbours(value: Tensor, dtype: torch.dtype, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Return the largest float8 not above and the smallest not below each value, saturated, as float64."""
+    every = finite_values(dtype)
+    unit = (value.double() / scale).clamp(float(every[0]), float(every[-1]))
+    high = every[torch.searchsorted(every, unit)]
+    low = every[torch.searchsorted(every, unit, right=True) - 1]
+    return low * scale, high * scale
 
 
 def assert_within(found: Tensor, exact: Tensor, bound: Tensor, what: str = "") -> None:

@@ -158,9 +158,12 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
             const std::string& loss, double scale, bool share_positives, double gradient_cutoff,
             const std::string& optimizer_kind, double learning_rate, double weight_decay, double momentum,
             double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
-            Address weight_second, Address bias_first, Address bias_second, std::uint64_t seed,
-            Address loss_sum, const LogitOffsets& offsets, const Where& where, Address workspace,
-            Address narrow_features) {
+            Address weight_second, const std::string& state_dtype, Address state_scale, Address bias_first,
+            Address bias_second, std::uint64_t seed, Address loss_sum, const LogitOffsets& offsets,
+            const Where& where, Address workspace, Address narrow_features) {
+        const auto key = [&](Purpose purpose) {
+          return make_key(seed, static_cast<std::uint64_t>(step), purpose);
+        };
         const FusedStepArguments a{
             layer,
             at<const float>(features),
@@ -178,11 +181,11 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
             share_positives,
             static_cast<float>(gradient_cutoff),
             optimizer(optimizer_kind, learning_rate, weight_decay, momentum, beta1, beta2, eps, step),
-            at<float>(weight_first),
-            at<float>(weight_second),
+            {at<void>(weight_first), at<void>(weight_second), weight_type(state_dtype),
+             at<std::uint8_t>(state_scale), key(Purpose::kFirstMoment), key(Purpose::kSecondMoment)},
             at<float>(bias_first),
             at<float>(bias_second),
-            make_key(seed, static_cast<std::uint64_t>(step), Purpose::kRounding),
+            key(Purpose::kRounding),
             at<double>(loss_sum),
             offsets,
             at<const BFloat16>(narrow_features)};
@@ -194,9 +197,9 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
       py::arg("batch"), py::arg("loss"), py::arg("scale"), py::arg("share_positives"),
       py::arg("gradient_cutoff"), py::arg("optimizer"), py::arg("learning_rate"), py::arg("weight_decay"),
       py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"),
-      py::arg("weight_first"), py::arg("weight_second"), py::arg("bias_first"), py::arg("bias_second"),
-      py::arg("seed"), py::arg("loss_sum"), py::arg("offsets"), py::arg(where_name), py::arg("workspace"),
-      py::arg("narrow_features") = 0);
+      py::arg("weight_first"), py::arg("weight_second"), py::arg("state_dtype"), py::arg("state_scale"),
+      py::arg("bias_first"), py::arg("bias_second"), py::arg("seed"), py::arg("loss_sum"), py::arg("offsets"),
+      py::arg(where_name), py::arg("workspace"), py::arg("narrow_features") = 0);
   m.def(
       "top_labels",
       [ops](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,
@@ -218,11 +221,13 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
       py::arg("narrow_features") = 0);
   m.def(
       "redistribute",
-      [ops](const Layer& layer, Address state0, Address state1, bool by_threshold, bool within_group,
-            double threshold, std::int64_t prune, const std::string& new_value, double new_value_bound,
-            std::uint64_t seed, std::uint64_t step, Address pruned, const Where& where, Address workspace) {
+      [ops](const Layer& layer, Address state0, Address state1, std::size_t state_bytes, bool by_threshold,
+            bool within_group, double threshold, std::int64_t prune, const std::string& new_value,
+            double new_value_bound, std::uint64_t seed, std::uint64_t step, Address pruned,
+            const Where& where, Address workspace) {
         const RedistributeArguments a{layer,
-                                      {at<float>(state0), at<float>(state1)},
+                                      {at<void>(state0), at<void>(state1)},
+                                      state_bytes,
                                       by_threshold,
                                       within_group,
                                       static_cast<float>(threshold),
@@ -236,10 +241,10 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
         py::gil_scoped_release release;
         return ops.redistribute(a, where, at<void>(workspace));
       },
-      py::kw_only(), py::arg("layer"), py::arg("state0"), py::arg("state1"), py::arg("by_threshold"),
-      py::arg("within_group"), py::arg("threshold"), py::arg("prune"), py::arg("new_value"),
-      py::arg("new_value_bound"), py::arg("seed"), py::arg("step"), py::arg("pruned"), py::arg(where_name),
-      py::arg("workspace"));
+      py::kw_only(), py::arg("layer"), py::arg("state0"), py::arg("state1"), py::arg("state_bytes"),
+      py::arg("by_threshold"), py::arg("within_group"), py::arg("threshold"), py::arg("prune"),
+      py::arg("new_value"), py::arg("new_value_bound"), py::arg("seed"), py::arg("step"), py::arg("pruned"),
+      py::arg(where_name), py::arg("workspace"));
 }
 
 }  // namespace xmlc

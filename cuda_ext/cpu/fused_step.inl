@@ -327,11 +327,32 @@ XMLC_INLINE void store_weights(BFloat16* to, const Float& value, std::int64_t co
   std::memcpy(to, bits, static_cast<std::size_t>(count < kLanes ? count : kLanes) * sizeof bits[0]);
 }
 
-// The random words of the 64 connections from k on.
-XMLC_INLINE RandomWords<Word> words_of(const FusedStepArguments& a, std::int64_t label, std::int64_t k) {
-  return weight_words(a.rounding, static_cast<std::uint64_t>(label),
-                      static_cast<std::uint32_t>(k / (4 * kLanes)), lane_numbers());
+// Sixteen (or the first `count`) codes of a float8.
+XMLC_INLINE Word load_codes(const std::uint8_t* from, std::int64_t count) {
+  std::uint8_t lanes[kLanes] = {};
+  std::memcpy(lanes, from, static_cast<std::size_t>(count < kLanes ? count : kLanes));
+  return load_bytes(lanes);
 }
+XMLC_INLINE void store_codes(std::uint8_t* to, const Word& codes, std::int64_t count) {
+  std::uint8_t lanes[kLanes];
+  store_low_bytes(lanes, codes);
+  std::memcpy(to, lanes, static_cast<std::size_t>(count < kLanes ? count : kLanes));
+}
+
+// The random words of a label's connections, sixteen at a time by rising k.
+struct RowWords {
+  RandomKey key;
+  std::int64_t label;
+  RandomWords<Word> words = {};
+
+  XMLC_INLINE Word next(std::int64_t k) {
+    const std::int64_t part = k / kLanes % 4;
+    if (part == 0)
+      words = weight_words(key, static_cast<std::uint64_t>(label),
+                           static_cast<std::uint32_t>(k / (4 * kLanes)), lane_numbers());
+    return words.word[part];
+  }
+};
 
 // A label's weights while they are updated: float32 or bfloat16 go back to where they are.
 template <class Weight>
@@ -339,15 +360,25 @@ struct WeightRow {
   const FusedStepArguments& a;
   std::int64_t label;
   Weight* weight = static_cast<Weight*>(a.layer.weight) + label * a.layer.fan_in;
-  RandomWords<Word> words = {};
+  RowWords words{a.rounding, label};
 
   XMLC_INLINE Float load(std::int64_t k, std::int64_t count) const { return load_weights(weight + k, count); }
   XMLC_INLINE void store(std::int64_t k, const Float& updated, std::int64_t count, float*) {
-    const std::int64_t part = k / kLanes % 4;
-    if (sizeof(Weight) == sizeof(BFloat16) && part == 0) words = words_of(a, label, k);
-    store_weights(weight + k, updated, count, words.word[part]);
+    store_weights(weight + k, updated, count, sizeof(Weight) == sizeof(BFloat16) ? words.next(k) : Word());
   }
 };
+
+// The larger of a size so far and those of values, as far as they are finite.
+XMLC_INLINE Float larger_finite(const Float& value, const Float& largest) {
+  const Float size = absolute(value);
+  return larger(select(size < Float(HUGE_VALF), size, Float(0.0f)), largest);
+}
+XMLC_INLINE float largest_lane(const Float& sizes) {
+  float lanes[kLanes], largest = 0.0f;
+  store(lanes, sizes);
+  for (const float size : lanes) largest = xmlc::larger(size, largest);
+  return largest;
+}
 
 // Float8 weights go to the row of the gradient, in float32, until the scale that they share is known.
 template <class Format>
@@ -357,14 +388,74 @@ struct ScaledRow {
   Float& largest;  // size of the finite ones so far
 
   XMLC_INLINE Float load(std::int64_t k, std::int64_t count) const {
-    std::uint8_t lanes[kLanes] = {};
-    std::memcpy(lanes, codes + k, static_cast<std::size_t>(count < kLanes ? count : kLanes));
-    return widen_float8<Format>(load_bytes(lanes)) * Float(scale);
+    return widen_float8<Format>(load_codes(codes + k, count)) * Float(scale);
   }
   XMLC_INLINE void store(std::int64_t, const Float& updated, std::int64_t, float* gradient) {
-    const Float size = absolute(updated);
-    largest = larger(select(size < Float(HUGE_VALF), size, Float(0.0f)), largest);
+    largest = larger_finite(updated, largest);
     cpu::XMLC_ISA::store(gradient, updated);
+  }
+};
+
+// What the optimizer keeps for the connections of one label. `Stored`: how.
+template <Optimizer kind, class Stored>
+struct LabelMoments {
+  static constexpr bool kScaled = sizeof(Stored) == 1, kRounded = sizeof(Stored) < sizeof(float);
+  using Row = std::conditional_t<kScaled, std::uint8_t, Stored>;
+  const FusedStepArguments& a;
+  std::int64_t label;
+  Row* first = row(a.moments.first, has_first(kind));
+  Row* second = row(a.moments.second, has_second(kind));
+  RowWords first_words{a.moments.first_rounding, label}, second_words{a.moments.second_rounding, label};
+  float unit = 1.0f, inverse = 1.0f;  // of float8: the former scale, and one over the next
+
+  XMLC_INLINE Row* row(void* values, bool used) const {
+    return used ? static_cast<Row*>(values) + label * a.layer.fan_in : nullptr;
+  }
+
+  // Chooses the scale in which `store` rounds: the next values are computed for their size alone.
+  XMLC_INLINE void choose_scale(const float* gradient) {
+    if constexpr (kScaled && has_first(kind)) {
+      std::uint8_t& scale = a.moments.scale[label];
+      unit = moment_unit(scale);
+      Float largest(0.0f), largest_square(0.0f);
+      for (std::int64_t k = 0; k < a.layer.fan_in; k += kLanes) {
+        const std::int64_t count = a.layer.fan_in - k;
+        Float m(0.0f), v(0.0f);
+        load(k, count, m, v);
+        advance<kind>(a.optimizer, load_weights(gradient + k, count), m, v);
+        largest = larger_finite(m, largest);
+        largest_square = larger_finite(v, largest_square);
+      }
+      scale = moment_scale(largest_lane(larger(square_root(largest_square), largest)));
+      inverse = inverse_unit(scale);
+    }
+  }
+
+  XMLC_INLINE void load(std::int64_t k, std::int64_t count, Float& m, Float& v) const {
+    if constexpr (kScaled) {
+      if (has_first(kind)) m = widen_float8<Stored>(load_codes(first + k, count)) * Float(unit);
+      if (!has_second(kind)) return;
+      const Float root = widen_float8<Stored>(load_codes(second + k, count)) * Float(unit);
+      v = root * root;
+    } else {
+      if (has_first(kind)) m = load_weights(first + k, count);
+      if (has_second(kind)) v = load_weights(second + k, count);
+    }
+  }
+
+  XMLC_INLINE void store(std::int64_t k, std::int64_t count, const Float& m, const Float& v) {
+    const auto words = [&](RowWords& of) XMLC_INLINE_LAMBDA { return kRounded ? of.next(k) : Word(); };
+    if constexpr (kScaled) {
+      if (has_first(kind))
+        store_codes(first + k, round_stochastically_float8<Stored>(m * Float(inverse), words(first_words)),
+                    count);
+      if (has_second(kind))
+        store_codes(second + k,
+                    round_root_float8<Stored>(square_root(v), Float(inverse), words(second_words)), count);
+    } else {
+      if (has_first(kind)) store_weights(first + k, m, count, words(first_words));
+      if (has_second(kind)) store_weights(second + k, v, count, words(second_words));
+    }
   }
 };
 
@@ -390,7 +481,7 @@ XMLC_INLINE float* sum_tiles(const FusedScratch& scratch, std::int64_t block_lab
 
 // Updates a label's bias and hands its updated weights to `row`; returns the gradient's row in scratch, or
 // null where nothing changes.
-template <Optimizer kind, class Row>
+template <Optimizer kind, class Stored, class Row>
 XMLC_INLINE float* update_label(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t label,
                                 std::int64_t block_label, Row row) {
   const OptimizerArguments& o = a.optimizer;
@@ -412,39 +503,26 @@ XMLC_INLINE float* update_label(const FusedStepArguments& a, const FusedScratch&
       squares = squares + g * g;
     }
     const float sum = sum_lanes(squares) + bias_gradient * bias_gradient;
-    rate.learning_rate = label_adam_rate(o, sum / static_cast<float>(fan_in + 1), a.weight_second[label]);
+    auto* second = static_cast<float*>(a.moments.second);
+    rate.learning_rate = label_adam_rate(o, sum / static_cast<float>(fan_in + 1), second[label]);
   }
 
-  float* first = a.weight_first == nullptr ? nullptr : a.weight_first + label * fan_in;
-  float* second = kind != Optimizer::kAdam ? nullptr : a.weight_second + label * fan_in;
+  LabelMoments<kind, Stored> moments{a, label};
+  moments.choose_scale(gradient);
   for (std::int64_t k = 0; k < fan_in; k += kLanes) {
     const std::int64_t count = fan_in - k;
     const Float old = row.load(k, count);
-    const Float g = load_weights(gradient + k, count);
-    Float updated;
-    if (kind == Optimizer::kMomentum) {
-      Float velocity = load_weights(first + k, count);
-      updated = momentum(rate, old, g, velocity);
-      store_weights(first + k, velocity, count, Word());
-    } else if (kind == Optimizer::kAdam) {
-      Float m = load_weights(first + k, count), v = load_weights(second + k, count);
-      updated = adam(rate, old, g, m, v);
-      store_weights(first + k, m, count, Word());
-      store_weights(second + k, v, count, Word());
-    } else {
-      updated = sgd(rate, old, g);
-    }
-    row.store(k, updated, count, gradient + k);
+    Float m(0.0f), v(0.0f);
+    moments.load(k, count, m, v);
+    const Float weight = updated<kind>(rate, old, load_weights(gradient + k, count), m, v);
+    moments.store(k, count, m, v);
+    row.store(k, weight, count, gradient + k);
   }
 
   rate.keep = 1.0f;  // weight decay spares the bias
-  float& bias = a.layer.bias[label];
-  if (kind == Optimizer::kMomentum)
-    bias = momentum(rate, bias, bias_gradient, a.bias_first[label]);
-  else if (kind == Optimizer::kAdam)
-    bias = adam(rate, bias, bias_gradient, a.bias_first[label], a.bias_second[label]);
-  else
-    bias = sgd(rate, bias, bias_gradient);
+  float unused = 0.0f, &bias = a.layer.bias[label];
+  bias = updated<kind>(rate, bias, bias_gradient, has_first(kind) ? a.bias_first[label] : unused,
+                       has_second(kind) ? a.bias_second[label] : unused);
   return gradient;
 }
 
@@ -463,19 +541,15 @@ XMLC_OUTLINE std::uint32_t largest_code(const std::uint8_t* codes, std::int64_t 
 template <class Format>
 XMLC_INLINE void round_row(const FusedStepArguments& a, std::int64_t label, const float* updated, float scale,
                            std::uint8_t* codes) {
-  RandomWords<Word> words;
+  RowWords words{a.rounding, label};
   for (std::int64_t k = 0; k < a.layer.fan_in; k += kLanes) {
-    const std::int64_t part = k / kLanes % 4, count = a.layer.fan_in - k;
-    if (part == 0) words = words_of(a, label, k);
     const Float value = load(updated + k) * Float(1.0f / scale);
-    std::uint8_t lanes[kLanes];
-    store_low_bytes(lanes, round_stochastically_float8<Format>(value, words.word[part]));
-    std::memcpy(codes + k, lanes, static_cast<std::size_t>(count < kLanes ? count : kLanes));
+    store_codes(codes + k, round_stochastically_float8<Format>(value, words.next(k)), a.layer.fan_in - k);
   }
 }
 
 // Updates labels that share a scale: all weights first, then the scale, then the rounding.
-template <Optimizer kind, class Format>
+template <Optimizer kind, class Stored, class Format>
 void update_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t block_first,
                    GroupRange labels) {
   const std::int64_t fan_in = a.layer.fan_in;
@@ -486,15 +560,13 @@ void update_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std
   Float sizes(0.0f);
   bool any = false;
   for (std::int64_t label = labels.first; label < labels.last; ++label) {
-    float* row = update_label<kind>(a, scratch, label, label - block_first,
-                                    ScaledRow<Format>{codes + label * fan_in, old, sizes});
+    float* row = update_label<kind, Stored>(a, scratch, label, label - block_first,
+                                            ScaledRow<Format>{codes + label * fan_in, old, sizes});
     updated[label - labels.first] = row;
     any |= row != nullptr;
   }
   if (!any) return;
-  float lanes[kLanes], largest = 0.0f;
-  store(lanes, sizes);
-  for (const float size : lanes) largest = xmlc::larger(size, largest);
+  float largest = largest_lane(sizes);
   std::uint32_t kept = 0;
   for (std::int64_t label = labels.first; label < labels.last; ++label) {
     if (updated[label - labels.first] != nullptr) continue;
@@ -514,17 +586,18 @@ void update_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std
   }
 }
 
-template <Optimizer kind, class Format>
+template <Optimizer kind, class Stored, class Format>
 void update_all_scaled(const FusedStepArguments& a, const FusedScratch& scratch, std::int64_t block_first,
                        GroupRange labels) {
   if (changes_nothing(a.optimizer)) return;  // nor a scale
   for (std::int64_t first = labels.first; first < labels.last; first += Layer::kScaleLabels) {
     const std::int64_t end = first + Layer::kScaleLabels;
-    update_scaled<kind, Format>(a, scratch, block_first, {first, end < labels.last ? end : labels.last});
+    update_scaled<kind, Stored, Format>(a, scratch, block_first,
+                                        {first, end < labels.last ? end : labels.last});
   }
 }
 
-template <Optimizer kind>
+template <Optimizer kind, class Stored>
 void update_labels(const FusedStepArguments& a, const FusedScratch& scratch, GroupRange block,
                    GroupRange part) {
   const std::int64_t block_first = block.first * a.layer.group_size;
@@ -532,14 +605,27 @@ void update_labels(const FusedStepArguments& a, const FusedScratch& scratch, Gro
   const std::int64_t last = past < a.layer.label ? past : a.layer.label;
   const std::int64_t first = part.first * a.layer.group_size;
   if (a.layer.weight_type == WeightType::kFloat8E4M3)
-    return update_all_scaled<kind, Float8E4M3>(a, scratch, block_first, {first, last});
+    return update_all_scaled<kind, Stored, Float8E4M3>(a, scratch, block_first, {first, last});
   if (a.layer.weight_type == WeightType::kFloat8E5M2)
-    return update_all_scaled<kind, Float8E5M2>(a, scratch, block_first, {first, last});
+    return update_all_scaled<kind, Stored, Float8E5M2>(a, scratch, block_first, {first, last});
   for (std::int64_t label = first; label < last; ++label) {
     if (a.layer.weight_type == WeightType::kFloat32)
-      update_label<kind>(a, scratch, label, label - block_first, WeightRow<float>{a, label});
+      update_label<kind, Stored>(a, scratch, label, label - block_first, WeightRow<float>{a, label});
     else
-      update_label<kind>(a, scratch, label, label - block_first, WeightRow<BFloat16>{a, label});
+      update_label<kind, Stored>(a, scratch, label, label - block_first, WeightRow<BFloat16>{a, label});
+  }
+}
+
+template <Optimizer kind>
+void update_as_stored(const FusedStepArguments& a, const FusedScratch& scratch, GroupRange block,
+                      GroupRange part) {
+  switch (a.moments.type) {
+    case WeightType::kBFloat16:
+      return update_labels<kind, BFloat16>(a, scratch, block, part);
+    case WeightType::kFloat8E4M3:
+      return update_labels<kind, Float8E4M3>(a, scratch, block, part);
+    default:
+      return update_labels<kind, float>(a, scratch, block, part);
   }
 }
 
@@ -547,13 +633,13 @@ void fused_update(const FusedStepArguments& a, const FusedScratch& scratch, Grou
                   GroupRange part) {
   switch (a.optimizer.kind) {
     case Optimizer::kSgd:
-      return update_labels<Optimizer::kSgd>(a, scratch, block, part);
+      return update_labels<Optimizer::kSgd, float>(a, scratch, block, part);
     case Optimizer::kMomentum:
-      return update_labels<Optimizer::kMomentum>(a, scratch, block, part);
+      return update_as_stored<Optimizer::kMomentum>(a, scratch, block, part);
     case Optimizer::kAdam:
-      return update_labels<Optimizer::kAdam>(a, scratch, block, part);
+      return update_as_stored<Optimizer::kAdam>(a, scratch, block, part);
     case Optimizer::kLabelAdam:
-      return update_labels<Optimizer::kLabelAdam>(a, scratch, block, part);
+      return update_labels<Optimizer::kLabelAdam, float>(a, scratch, block, part);
   }
 }
 

@@ -7,6 +7,7 @@
 // equal keys that then remain go by position.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 
 #include "ops.h"
@@ -224,8 +225,11 @@ class Redistribution {
         const float unit = static_cast<float>(word >> 8) * 0x1p-23f - 1.0f;  // [-1, 1)
         assign(label, k, a_.new_value_bound * unit);
       }
-      for (float* state : a_.states)
-        if (state != nullptr) state[label * fan_in_ + k] = 0.0f;
+      for (void* state : a_.states)
+        if (state != nullptr)
+          std::memset(
+              static_cast<char*>(state) + (label * fan_in_ + k) * static_cast<std::int64_t>(a_.state_bytes),
+              0, a_.state_bytes);
     }
   }
 

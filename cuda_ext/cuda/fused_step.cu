@@ -333,6 +333,89 @@ __device__ __forceinline__ std::uint32_t weight_word(RandomKey key, std::int64_t
   return part == 0 ? words.word[0] : part == 1 ? words.word[1] : part == 2 ? words.word[2] : words.word[3];
 }
 
+// The update rules by a kind that only the launch knows.
+__device__ __forceinline__ void advance_as(const OptimizerArguments& o, float gradient, float& first,
+                                           float& second) {
+  if (o.kind == Optimizer::kMomentum)
+    advance<Optimizer::kMomentum>(o, gradient, first, second);
+  else if (o.kind == Optimizer::kAdam)
+    advance<Optimizer::kAdam>(o, gradient, first, second);
+}
+__device__ __forceinline__ float updated_as(const OptimizerArguments& o, float weight, float gradient,
+                                            float& first, float& second) {
+  if (o.kind == Optimizer::kMomentum)
+    return updated<Optimizer::kMomentum>(o, weight, gradient, first, second);
+  if (o.kind == Optimizer::kAdam) return updated<Optimizer::kAdam>(o, weight, gradient, first, second);
+  return updated<Optimizer::kSgd>(o, weight, gradient, first, second);
+}
+
+// What the optimizer keeps for the connections of one label. All lanes of the warp are here.
+struct LabelMoments {
+  const Moments& stored;
+  bool has_first, has_second;
+  std::int64_t label, fan_in;
+  float unit = 1.0f, inverse = 1.0f;  // of float8: the former scale, and one over the next
+
+  __device__ LabelMoments(const FusedStepArguments& a, std::int64_t of)
+      : stored(a.moments),
+        has_first(xmlc::has_first(a.optimizer.kind)),
+        has_second(xmlc::has_second(a.optimizer.kind)),
+        label(of),
+        fan_in(a.layer.fan_in) {}
+
+  __device__ bool scaled() const { return has_first && is_float8(stored.type); }
+
+  // Chooses the scale in which `store` rounds: the next values are computed for their size alone.
+  __device__ void choose_scale(const OptimizerArguments& o, const float* gradient) {
+    if (!scaled()) return;
+    unit = moment_unit(stored.scale[label]);
+    float largest = 0.0f;
+    for (std::int64_t k = lane(); k < fan_in; k += kWarp) {
+      float m, v;
+      load(k, m, v);
+      advance_as(o, gradient[k], m, v);
+      const float size = absolute(m), root = square_root(v);
+      largest = larger(size < HUGE_VALF ? size : 0.0f, largest);
+      largest = larger(root < HUGE_VALF ? root : 0.0f, largest);
+    }
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2)
+      largest = larger(__shfl_xor_sync(kAllLanes, largest, static_cast<unsigned>(distance)), largest);
+    const std::uint8_t scale = moment_scale(largest);
+    inverse = inverse_unit(scale);
+    if (lane() == 0) stored.scale[label] = scale;  // which all lanes have read before the shuffles
+  }
+
+  __device__ void load(std::int64_t k, float& m, float& v) const {
+    const auto value = [&](const void* values) {
+      return load_stored(stored.type, values, label * fan_in + k, [&] { return unit; });
+    };
+    m = has_first ? value(stored.first) : 0.0f;
+    v = has_second ? value(stored.second) : 0.0f;
+    if (scaled()) v *= v;
+  }
+
+  __device__ void store(std::int64_t k, float m, float v) const {
+    if (has_first) store_in(stored.first, k, m, stored.first_rounding, false);
+    if (has_second) store_in(stored.second, k, v, stored.second_rounding, true);
+  }
+
+  __device__ void store_in(void* values, std::int64_t k, float value, RandomKey key, bool square) const {
+    const std::int64_t to = label * fan_in + k;
+    if (stored.type == WeightType::kFloat32) {
+      static_cast<float*>(values)[to] = value;
+    } else if (stored.type == WeightType::kBFloat16) {
+      static_cast<BFloat16*>(values)[to].bits =
+          static_cast<std::uint16_t>(round_stochastically(value, weight_word(key, label, k)));
+    } else {
+      const std::uint32_t random = weight_word(key, label, k);
+      static_cast<std::uint8_t*>(values)[to] = static_cast<std::uint8_t>(
+          square ? round_root_float8<Float8E4M3>(square_root(value), inverse, random)
+                 : round_stochastically_float8<Float8E4M3>(value * inverse, random));
+    }
+  }
+};
+
 // A warp updates one label after the other, 32 weights at a time.
 template <class Weight>
 __global__ void update_kernel(StepArguments arguments) {
@@ -360,36 +443,32 @@ __global__ void update_kernel(StepArguments arguments) {
     if (keeps && !kScaled<Weight>) continue;
     if (rate.kind == Optimizer::kLabelAdam) {
       const float sum = sum_over_lanes(squares) + bias_gradient * bias_gradient;
-      float second = a.weight_second[label];
+      float* seconds = static_cast<float*>(a.moments.second);
+      float second = seconds[label];
       rate.learning_rate = label_adam_rate(a.optimizer, sum / static_cast<float>(fan_in + 1), second);
       __syncwarp();  // all lanes have read it
-      if (lane() == 0) a.weight_second[label] = second;
+      if (lane() == 0) seconds[label] = second;
     }
+    LabelMoments moments(a, label);
+    moments.choose_scale(rate, gradient);
     for (std::int64_t k = lane(); k < fan_in; k += kWarp) {
       const std::int64_t at = label * fan_in + k;
       const float old = load_weight(a.layer, label, at);
-      float updated;
-      if (rate.kind == Optimizer::kMomentum)
-        updated = momentum(rate, old, gradient[k], a.weight_first[at]);
-      else if (rate.kind == Optimizer::kAdam)
-        updated = adam(rate, old, gradient[k], a.weight_first[at], a.weight_second[at]);
-      else
-        updated = sgd(rate, old, gradient[k]);
+      float m, v;
+      moments.load(k, m, v);
+      const float weight = updated_as(rate, old, gradient[k], m, v);
+      moments.store(k, m, v);
       if constexpr (kScaled<Weight>)
-        gradient[k] = updated;
+        gradient[k] = weight;
       else
-        store_weight(static_cast<Weight*>(a.layer.weight)[at], updated,
+        store_weight(static_cast<Weight*>(a.layer.weight)[at], weight,
                      sizeof(Weight) == sizeof(BFloat16) ? weight_word(a.rounding, label, k) : 0u);
     }
     if (lane() != 0) continue;
     rate.keep = 1.0f;  // weight decay spares the bias
-    float& bias = a.layer.bias[label];
-    if (rate.kind == Optimizer::kMomentum)
-      bias = momentum(rate, bias, bias_gradient, a.bias_first[label]);
-    else if (rate.kind == Optimizer::kAdam)
-      bias = adam(rate, bias, bias_gradient, a.bias_first[label], a.bias_second[label]);
-    else
-      bias = sgd(rate, bias, bias_gradient);
+    float unused = 0.0f, &bias = a.layer.bias[label];
+    bias = updated_as(rate, bias, bias_gradient, moments.has_first ? a.bias_first[label] : unused,
+                      moments.has_second ? a.bias_second[label] : unused);
   }
 }
 

@@ -202,8 +202,10 @@ __device__ void reset(const Arguments& s, const Group& group, std::int64_t k) {
       const float unit = static_cast<float>(word >> 8) * 0x1p-23f - 1.0f;  // [-1, 1)
       store(s.a.layer, label, at, s.a.new_value_bound * unit);
     }
-    for (float* state : s.a.states)
-      if (state != nullptr) state[at] = 0.0f;
+    for (void* state : s.a.states)
+      for (std::size_t byte = 0; state != nullptr && byte < s.a.state_bytes; ++byte)
+        static_cast<char*>(
+            state)[at * static_cast<std::int64_t>(s.a.state_bytes) + static_cast<std::int64_t>(byte)] = 0;
   }
 }
 

@@ -228,7 +228,7 @@ struct Step {
     a.optimizer.kind = Optimizer::kMomentum;
     a.optimizer.learning_rate = 0.5f;
     a.optimizer.keep = 1.0f;
-    a.weight_first = side.first.values;
+    a.moments.first = side.first.values;
     a.bias_first = side.bias_first.values;
     cpu::Workspace measured(nullptr);
     plan(a, measured);

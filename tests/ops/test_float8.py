@@ -7,7 +7,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from oracles import Problem
+from oracles import Problem, finite_values, neighbours, values_of_codes
 from torch import Tensor
 
 from xmlc.config import OptimizerConfig
@@ -30,41 +30,6 @@ MOST_SCALE = {E4M3: 2.0**119, E5M2: 2.0**112}
 Z_BOUND = 5.5
 """Standard deviations that a fair draw exceeds once in 26 million tests; seeds fix the draws."""
 SCALE = 2.0**-5
-
-
-def values_of_codes(dtype: torch.dtype) -> Tensor:
-    """Return the value of each code 0 to 255 as float64, from the format's definition alone."""
-    mantissa_bits = 3 if dtype == E4M3 else 2
-    bias = 7 if dtype == E4M3 else 15
-    values = []
-    for code in range(256):
-        magnitude = code & 0x7F
-        exponent, mantissa = magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1)
-        if dtype == E4M3 and magnitude == 0x7F:
-            value = math.nan
-        elif dtype == E5M2 and exponent == 31:
-            value = math.inf if mantissa == 0 else math.nan
-        elif exponent == 0:
-            value = mantissa * 2.0 ** (1 - bias - mantissa_bits)
-        else:
-            value = (1.0 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
-        values.append(-value if code & 0x80 else value)
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def finite_values(dtype: torch.dtype) -> Tensor:
-    """Return the distinct finite values, rising."""
-    values = values_of_codes(dtype)
-    return values[values.isfinite()].unique()
-
-
-def neighbours(value: Tensor, dtype: torch.dtype, scale: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Return the largest float8 not above and the smallest not below each value, saturated, as float64."""
-    every = finite_values(dtype)
-    unit = (value.double() / scale).clamp(float(every[0]), float(every[-1]))
-    high = every[torch.searchsorted(every, unit)]
-    low = every[torch.searchsorted(every, unit, right=True) - 1]
-    return low * scale, high * scale
 
 
 def of_labels(scale: Tensor, label: int) -> Tensor:

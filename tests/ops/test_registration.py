@@ -112,6 +112,24 @@ def test_fused_step_passes_opcheck(
     torch.library.opcheck(torch.ops.xmlc.fused_step.default, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_fused_step_of_a_narrow_state_passes_opcheck(dtype: torch.dtype) -> None:
+    problem = small(1, torch.float32, torch.int32)
+    state = OptimizerState.zeros("adam", 18, 3, dtype)
+    arguments = (
+        problem.features,
+        *(torch.tensor(pairs, dtype=torch.int32) for pairs in ([0, 3, 3, 17], [4, 0, 1, 2])),
+        *(problem.weight, problem.indices, problem.bias),
+        *(state.weight_first, state.weight_second, state.bias_first, state.bias_second),
+        *(None, 1, "bce", 0.5, True, 1e-3, "adam", 0.1, 0.01, 0.9, 0.9, 0.999, 1e-8, 1, 7),
+    )
+    # The others compute with the arguments, which torch cannot in float8.
+    tests = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.xmlc.fused_step.default, arguments, {"state_scale": state.scale}, test_utils=tests
+    )
+
+
 @types
 @group_sizes
 @pytest.mark.parametrize("states", [0, 1, 2])

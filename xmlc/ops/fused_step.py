@@ -14,7 +14,7 @@ from torch import Tensor
 from xmlc import native
 from xmlc.config import OptimizerConfig
 from xmlc.errors import NativeError
-from xmlc.ops import checks, logit_offsets
+from xmlc.ops import checks, float8, logit_offsets
 from xmlc.ops.logit_offsets import LogitOffsets
 
 _NAME = "fused_step"
@@ -27,8 +27,14 @@ torch.library.define(
     "bool share_positives, float gradient_cutoff, str optimizer, float learning_rate, float weight_decay, "
     "float momentum, float beta1, float beta2, float eps, int step, int seed, "
     "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None, "
-    "Tensor(g!)? offset_gradient=None, Tensor(h!)? weight_scale=None) -> (Tensor, Tensor)",
+    "Tensor(g!)? offset_gradient=None, Tensor(h!)? weight_scale=None, Tensor(i!)? state_scale=None) "
+    "-> (Tensor, Tensor)",
 )
+
+
+STATE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+"""How the state can be kept, as far as it is one value for each connection."""
+_MOST_STATE_SCALE = 247  # the least whose units hold every finite float32
 
 
 @dataclass(frozen=True)
@@ -41,20 +47,32 @@ class OptimizerState:
     | momentum | velocity [label, fan_in] | | velocity [label] | |
     | adam | first moment [label, fan_in] | second moment [label, fan_in] | [label] | [label] |
     | label_adam | | second moment [label], for the label's bias as well | | |
+
+    What is [label, fan_in] is float32, bfloat16 or float8_e4m3fn, the rest float32. In float8, ``scale``,
+    uint8 [label], holds exponents: a code of label l stands for its value times ``2 ** (scale[l] - 127)``,
+    and the second moment is kept as its root. `widened` returns the values.
     """
 
     weight_first: Tensor | None = None
     weight_second: Tensor | None = None
     bias_first: Tensor | None = None
     bias_second: Tensor | None = None
+    scale: Tensor | None = None
 
     @classmethod
-    def zeros(cls, kind: str, label: int, fan_in: int) -> OptimizerState:
-        """Return the state before the first step, all float32 zeros.
+    def zeros(cls, kind: str, label: int, fan_in: int, dtype: torch.dtype = torch.float32) -> OptimizerState:
+        """Return the state before the first step, all zeros.
+
+        Args:
+            kind: Of the optimizer.
+            label: Number of labels.
+            fan_in: Inputs of each label.
+            dtype: Of what is [label, fan_in].
 
         Raises:
-            NativeError: The kind is unknown.
+            NativeError: The kind or the dtype is unknown.
         """
+        _check_dtype(dtype)
         weight, bias = (label, fan_in), (label,)
         shapes: dict[str, dict[str, tuple[int, ...]]] = {
             "sgd": {},
@@ -69,7 +87,29 @@ class OptimizerState:
         }
         if kind not in shapes:
             raise NativeError(f"{_NAME}: optimizer must be one of {', '.join(shapes)}, got {kind!r}")
-        return cls(**{name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes[kind].items()})
+        state = {
+            name: torch.zeros(shape, dtype=dtype if len(shape) == 2 else torch.float32)
+            for name, shape in shapes[kind].items()
+        }
+        if float8.is_float8(dtype) and "weight_first" in state:
+            state["scale"] = torch.zeros(bias, dtype=torch.uint8)
+        return cls(**state)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is [label, fan_in]; float32 where nothing is."""
+        return torch.float32 if self.weight_first is None else self.weight_first.dtype
+
+    def widened(self) -> OptimizerState:
+        """Return a float32 copy of the values; exact, but for squares too small or large for float32."""
+        tensors = {name: value for name, value in self.tensors().items() if name != "scale"}
+        state = {name: value.to(torch.float32, copy=True) for name, value in tensors.items()}
+        if self.scale is not None:
+            unit = (self.scale.int() << 23).view(torch.float32)[:, None]  # an exponent as float32 has it
+            state["weight_first"] = state["weight_first"] * unit
+            if "weight_second" in state:
+                state["weight_second"] = (state["weight_second"] * unit).square()
+        return OptimizerState(**state)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors in use by name."""
@@ -133,6 +173,12 @@ def fused_step(
     common scale, all float8 weights are updated in float32 first; then the scale is doubled until the largest
     fits, or halved where the largest takes less than an eighth of the range; then they are rounded in its
     units. Labels of a block in which no gradient is active keep weights and scale.
+
+    The state of connections in bfloat16 or float8 is widened, updated in float32 and, after the weight has
+    moved by it, rounded stochastically (in float8 not the second moment but its root). A root that is not
+    zero does not become zero, and both moments of a label are in units of one scale: no step is much larger
+    than Adam's can be.
+
     Outside autograd: no hooks and no ``.grad``. Same arguments, same bits, for any number of threads; on a
     CUDA device the feature gradient's last bits vary unless torch is told to use deterministic algorithms.
 
@@ -217,6 +263,7 @@ def fused_step(
             seed,
             *(() if offsets is None else (offsets.label, offsets.instance, offsets.value, offsets.gradient)),
             weight_scale=weight_scale,
+            state_scale=state.scale,
         )
 
 
@@ -249,6 +296,8 @@ def workspace_bytes(
         step=1,
         weight_first=0,
         weight_second=0,
+        state_dtype="float32",
+        state_scale=0,
         bias_first=0,
         bias_second=0,
         seed=0,
@@ -357,6 +406,7 @@ def _fused_step(
     offset_value: Tensor | None = None,
     offset_gradient: Tensor | None = None,
     weight_scale: Tensor | None = None,
+    state_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.features(_NAME, features)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input, weight_scale)
@@ -368,7 +418,7 @@ def _fused_step(
     if step < 1:
         raise NativeError(f"{_NAME}: step must count from 1, got {step}")
     checks.counters(_NAME, seed=seed)
-    state = OptimizerState(weight_first, weight_second, bias_first, bias_second)
+    state = OptimizerState(weight_first, weight_second, bias_first, bias_second, state_scale)
     _check_state(optimizer, state, label, fan_in)
     for name, pair in (("pair_label", pair_label), ("pair_instance", pair_instance)):
         checks.tensor(_NAME, name, pair, (pair_label.numel(),), "[pair]", torch.int32)
@@ -406,6 +456,8 @@ def _fused_step(
         step=step,
         weight_first=_address(weight_first),
         weight_second=_address(weight_second),
+        state_dtype=checks.name_of(state.dtype),
+        state_scale=_address(state_scale),
         bias_first=_address(bias_first),
         bias_second=_address(bias_second),
         seed=seed,
@@ -438,9 +490,15 @@ def _check_pairs(pair_label: Tensor, pair_instance: Tensor, label: int, batch: i
         )
 
 
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in STATE_DTYPES:
+        known = ", ".join(map(checks.name_of, STATE_DTYPES))
+        raise NativeError(f"{_NAME}: state must be one of {known}, got {checks.name_of(dtype)}")
+
+
 def _check_state(kind: str, state: OptimizerState, label: int, fan_in: int) -> None:
     with torch.device("meta"):
-        wanted = OptimizerState.zeros(kind, label, fan_in)
+        wanted = OptimizerState.zeros(kind, label, fan_in, state.dtype)
     for name, like in vars(wanted).items():
         value = getattr(state, name)
         if (value is None) != (like is None):
@@ -450,7 +508,13 @@ def _check_state(kind: str, state: OptimizerState, label: int, fan_in: int) -> N
             )
         if value is not None:
             axes = "[label, fan_in]" if like.dim() == 2 else "[label]"
-            checks.tensor(_NAME, f"state.{name}", value, like.shape, axes, torch.float32)
+            checks.tensor(_NAME, f"state.{name}", value, like.shape, axes, like.dtype)
+    largest = 0 if state.scale is None else int(state.scale.max())
+    if largest > _MOST_STATE_SCALE:
+        raise NativeError(
+            f"{_NAME}: state.scale must be at most {_MOST_STATE_SCALE}, got {largest}; make it by "
+            "OptimizerState.zeros"
+        )
 
 
 def _address(value: Tensor | None) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from xmlc import native
 from xmlc.errors import NativeError
 from xmlc.ops import checks
+from xmlc.ops.fused_step import STATE_DTYPES
 
 _NAME = "redistribute"
 NEW_VALUES = ("zero", "random", "keep")
@@ -67,7 +68,7 @@ def redistribute(
         scope: ``layer`` or ``group``.
         new_value: ``zero``, ``random`` or ``keep``.
         new_value_bound: Of ``random``; finite.
-        states: Up to two float32 [label, fan_in], updated.
+        states: Up to two [label, fan_in], updated: float32, bfloat16 or float8_e4m3fn, both alike.
         group_size: 1, 16, 32 or 64.
         step: Counter from 0: another step draws other connections.
         seed: Seed of draws and ties, at least 0.
@@ -116,6 +117,7 @@ def workspace_bytes(layer: dict[str, Any], threads: int) -> int:
         layer=layer,
         state0=0,
         state1=0,
+        state_bytes=4,
         by_threshold=False,
         within_group=False,
         threshold=0.0,
@@ -169,9 +171,11 @@ def _redistribute(
         raise NativeError(f"{_NAME}: new_value must be one of {', '.join(NEW_VALUES)}, got {new_value!r}")
     if scope not in SCOPES:
         raise NativeError(f"{_NAME}: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+    dtypes = STATE_DTYPES
     for name, state in (("state 0", state0), ("state 1", state1)):
         if state is not None:
-            checks.tensor(_NAME, name, state, weight.shape, "[label, fan_in]", torch.float32)
+            checks.tensor(_NAME, name, state, weight.shape, "[label, fan_in]", *dtypes)
+            dtypes = (state.dtype,)
     pruned = torch.empty((), dtype=torch.int64, device=weight.device)
     native.run(
         "redistribute",
@@ -180,6 +184,7 @@ def _redistribute(
         layer=layer,
         state0=0 if state0 is None else state0.data_ptr(),
         state1=0 if state1 is None else state1.data_ptr(),
+        state_bytes=dtypes[0].itemsize,
         by_threshold=threshold is not None,
         within_group=scope == "group",
         threshold=threshold or 0.0,

@@ -2,6 +2,7 @@
 // checked dtypes, shapes and contiguity; indices are in range.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "xmlc/loss.h"
@@ -27,21 +28,41 @@ XMLC_HOST_DEVICE constexpr bool is_float8(WeightType type) {
   return type == WeightType::kFloat8E4M3 || type == WeightType::kFloat8E5M2;
 }
 
-// Weight `at` = label * fan_in + k as float32.
-XMLC_HOST_DEVICE float load_weight(const Layer& layer, std::int64_t label, std::int64_t at) {
-  const auto code = [&] { return std::uint32_t{static_cast<const std::uint8_t*>(layer.weight)[at]}; };
-  const auto scale = [&] { return layer.weight_scale[label / Layer::kScaleLabels]; };
-  switch (layer.weight_type) {
+// Value `at` of an array of this type as float32; float8 in units of a scale.
+template <class Scale>
+XMLC_HOST_DEVICE float load_stored(WeightType type, const void* values, std::int64_t at, const Scale& scale) {
+  const auto code = [&] { return std::uint32_t{static_cast<const std::uint8_t*>(values)[at]}; };
+  switch (type) {
     case WeightType::kBFloat16:
-      return widen(static_cast<const BFloat16*>(layer.weight)[at]);
+      return widen(static_cast<const BFloat16*>(values)[at]);
     case WeightType::kFloat8E4M3:
       return widen_float8<Float8E4M3>(code()) * scale();
     case WeightType::kFloat8E5M2:
       return widen_float8<Float8E5M2>(code()) * scale();
     default:
-      return static_cast<const float*>(layer.weight)[at];
+      return static_cast<const float*>(values)[at];
   }
 }
+
+// Weight `at` = label * fan_in + k as float32.
+XMLC_HOST_DEVICE float load_weight(const Layer& layer, std::int64_t label, std::int64_t at) {
+  return load_stored(layer.weight_type, layer.weight, at,
+                     [&] { return layer.weight_scale[label / Layer::kScaleLabels]; });
+}
+
+// What the optimizer keeps for each connection: in float32, or rounded stochastically to bfloat16 or e4m3fn.
+//
+// In float8 the values of a label are in units of one power of two, chosen anew in every step, and the second
+// moment is kept as its root. So both moments have one range, in which no first moment is much larger than
+// the root; and where the root is not zero it stays at least one unit, the least that a first moment can be
+// rounded up to. A small second moment can never make a large step.
+struct Moments {
+  void* first;   // [label, fan_in] velocity or first moment; null where unused
+  void* second;  // [label, fan_in] second moment; of kLabelAdam float32 [label]; null where unused
+  WeightType type;
+  std::uint8_t* scale;  // [label] of float8; see moment_scale. Null otherwise
+  RandomKey first_rounding, second_rounding;
+};
 
 // Features in bfloat16 stand in the place of those in float32 only for a backend that multiplies them as they
 // are: CUDA, where weights are bfloat16 and group_size is at least 16. It then rounds logit gradients to
@@ -83,12 +104,11 @@ struct FusedStepArguments {
   bool share_positives;   // of the normalised losses: weigh a positive by 1 / positives of its instance
   float gradient_cutoff;  // a label's gradients up to cutoff * scale throughout a tile count as zero
   OptimizerArguments optimizer;
-  float* weight_first;   // [label, fan_in] velocity or first moment; null where unused
-  float* weight_second;  // [label, fan_in], or [label] of kLabelAdam; null where unused
-  float* bias_first;     // [label]
-  float* bias_second;    // [label]
-  RandomKey rounding;    // stochastic rounding of bfloat16 and float8 weights
-  double* loss_sum;      // [1], output
+  Moments moments;     // of the weights
+  float* bias_first;   // [label]
+  float* bias_second;  // [label]
+  RandomKey rounding;  // stochastic rounding of bfloat16 and float8 weights
+  double* loss_sum;    // [1], output
   LogitOffsets offsets;
   const BFloat16* narrow_features;  // [input, batch] or null
 };
@@ -107,9 +127,10 @@ enum class NewValue { kZero, kRandom, kKeep };
 
 struct RedistributeArguments {
   Layer layer;
-  float* states[2];   // [label, fan_in] optimizer state to reset; null where unused
-  bool by_threshold;  // prune scores below `threshold`; otherwise exactly `prune` connections
-  bool within_group;  // rank within each group, `prune` still counts the whole layer
+  void* states[2];          // [label, fan_in] optimizer state to reset; null where unused
+  std::size_t state_bytes;  // of one value, whose zero has no bit set
+  bool by_threshold;        // prune scores below `threshold`; otherwise exactly `prune` connections
+  bool within_group;        // rank within each group, `prune` still counts the whole layer
   float threshold;
   std::int64_t prune;  // connections to prune, at most group * fan_in
   NewValue new_value;

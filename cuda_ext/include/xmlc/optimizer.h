@@ -25,31 +25,40 @@ XMLC_HOST_DEVICE bool changes_nothing(const OptimizerArguments& o) {
   return o.kind == Optimizer::kSgd && o.learning_rate == 0.0f && o.keep == 1.0f;
 }
 
-// torch.optim.SGD
-template <class Real>
-XMLC_HOST_DEVICE Real sgd(const OptimizerArguments& o, Real weight, Real gradient) {
-  return weight * Real(o.keep) - Real(o.learning_rate) * gradient;
+// What a kind keeps for each weight.
+XMLC_HOST_DEVICE constexpr bool has_first(Optimizer kind) {
+  return kind == Optimizer::kMomentum || kind == Optimizer::kAdam;
+}
+XMLC_HOST_DEVICE constexpr bool has_second(Optimizer kind) { return kind == Optimizer::kAdam; }
+
+// Takes it one step further: the velocity or first moment, and the second moment.
+template <Optimizer kind, class Real>
+XMLC_HOST_DEVICE void advance(const OptimizerArguments& o, Real gradient, Real& first, Real& second) {
+  if constexpr (kind == Optimizer::kMomentum) {
+    first = Real(o.momentum) * first + gradient;
+  } else if constexpr (kind == Optimizer::kAdam) {
+    first = first + Real(o.complement1) * (gradient - first);
+    second = Real(o.beta2) * second + Real(o.complement2) * gradient * gradient;
+  }
 }
 
-// torch.optim.SGD(momentum, dampening=0)
-template <class Real>
-XMLC_HOST_DEVICE Real momentum(const OptimizerArguments& o, Real weight, Real gradient, Real& velocity) {
-  velocity = Real(o.momentum) * velocity + gradient;
-  return weight * Real(o.keep) - Real(o.learning_rate) * velocity;
-}
-
-// torch.optim.AdamW
-template <class Real>
-XMLC_HOST_DEVICE Real adam(const OptimizerArguments& o, Real weight, Real gradient, Real& first,
-                           Real& second) {
-  first = first + Real(o.complement1) * (gradient - first);
-  second = Real(o.beta2) * second + Real(o.complement2) * gradient * gradient;
-  const Real denominator = square_root(second) * Real(o.inverse_correction) + Real(o.eps);
-  return weight * Real(o.keep) - Real(o.corrected_rate) * (first / denominator);
+// The weight after a step of torch.optim.SGD, of SGD(momentum, dampening=0), or of AdamW.
+template <Optimizer kind, class Real>
+XMLC_HOST_DEVICE Real updated(const OptimizerArguments& o, Real weight, Real gradient, Real& first,
+                              Real& second) {
+  advance<kind>(o, gradient, first, second);
+  if constexpr (kind == Optimizer::kMomentum) {
+    return weight * Real(o.keep) - Real(o.learning_rate) * first;
+  } else if constexpr (kind == Optimizer::kAdam) {
+    const Real denominator = square_root(second) * Real(o.inverse_correction) + Real(o.eps);
+    return weight * Real(o.keep) - Real(o.corrected_rate) * (first / denominator);
+  } else {
+    return weight * Real(o.keep) - Real(o.learning_rate) * gradient;
+  }
 }
 
 // Adam with beta1 = 0 and one second moment for all parameters of a label: the running mean of their mean
-// squared gradient. Returns the label's rate; its weights then follow `sgd` with that rate.
+// squared gradient. Returns the label's rate; its weights then follow `kSgd` with that rate.
 XMLC_HOST_DEVICE float label_adam_rate(const OptimizerArguments& o, float mean_square, float& second) {
   second = o.beta2 * second + o.complement2 * mean_square;
   return o.learning_rate / (square_root(second) * o.inverse_correction + o.eps);

@@ -25,7 +25,12 @@ XMLC_HOST_DEVICE std::uint64_t mix(std::uint64_t value) {  // the finalizer of S
 }
 
 // What random numbers are for: draws of one purpose say nothing about those of another.
-enum class Purpose : std::uint64_t { kRounding = 1, kRedistribution = 2 };
+enum class Purpose : std::uint64_t {
+  kRounding = 1,
+  kRedistribution = 2,
+  kFirstMoment = 3,
+  kSecondMoment = 4
+};
 
 // One independent stream for each (seed, step, purpose).
 XMLC_HOST_DEVICE RandomKey make_key(std::uint64_t seed, std::uint64_t step, Purpose purpose) {

@@ -75,6 +75,24 @@ XMLC_HOST_DEVICE float next_scale(float scale, float largest) {
   return falls && scale > Format::kLeastScale ? scale * 0.5f : scale;
 }
 
+// The scale of a label's moments is kept as the exponent of a power of two, biased by 127; 0 where all are
+// zero. That of the next moments, the largest finite of which has this size: the least power of two in whose
+// units none is beyond e4m3fn's largest, 1.75 * 2^8. It lies in [1, 247], so that its inverse is normal, too.
+XMLC_HOST_DEVICE std::uint8_t moment_scale(float largest) {
+  const std::uint32_t bits = to_bits(largest);
+  const std::uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) > 0x600000u ? 1u : 0u);
+  return static_cast<std::uint8_t>(exponent > 9u ? exponent - 8u : 1u);
+}
+XMLC_HOST_DEVICE float moment_unit(std::uint8_t scale) { return from_bits(std::uint32_t{scale} << 23); }
+XMLC_HOST_DEVICE float inverse_unit(std::uint8_t scale) { return from_bits((254u - scale) << 23); }
+
+// Code of the root of a second moment: stochastic, too, but what is not zero becomes at least one unit.
+template <class Format, class Real, class Word>
+XMLC_HOST_DEVICE Word round_root_float8(Real root, Real inverse, Word random) {
+  const Word code = round_stochastically_float8<Format>(root * inverse, random);
+  return select(Real(0.0f) < root, select(code < Word(1u), Word(1u), code), code);
+}
+
 // Bits of the bfloat16 nearest to `value`, ties to even.
 XMLC_HOST_DEVICE BFloat16 round_to_nearest(float value) {
   const std::uint32_t bits = to_bits(value);
