@@ -242,6 +242,10 @@ def test_a_dense_output_does_not_care_about_fan_in() -> None:
 def test_an_optimizer_by_label_needs_a_sparse_output() -> None:
     with pytest.raises(ConfigError, match=r"label_adam needs model\.output = sparse"):
         load_config(None, ["output_optimizer.kind=label_adam", "model.output=dense"])
+    with pytest.raises(ConfigError, match=r"state_dtype = bfloat16 needs output = sparse, found dense"):
+        load_config(None, ["output_optimizer.state_dtype=bfloat16", "model.output=dense"])
+    with pytest.raises(ConfigError, match=r"unknown key dense_optimizer\.state_dtype"):
+        load_config(None, ["dense_optimizer.state_dtype=bfloat16"])
     with pytest.raises(ConfigError, match=r"similarity needs model\.output = sparse, found dense"):
         load_config(None, ["similarity.text_weight=0.5", "model.output=dense"])
 

@@ -30,6 +30,7 @@ FiniteFloat = Annotated[float, AfterValidator(_in_float32)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, lt=1.0)]
 WeightDtype = Literal["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+StateDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
 # Strict as everything, but for the list that TOML and JSON have instead of a tuple.
@@ -289,6 +290,15 @@ class OptimizerConfig(Section):
     embeddings, of which a step sees a few rows only, are spared."""
 
 
+class OutputOptimizerConfig(OptimizerConfig):
+    """Update rule of the output layer."""
+
+    state_dtype: StateDtype = "float32"
+    """Storage of what ``momentum`` and ``adam`` keep for each connection of the sparse output layer. All but
+    float32 is rounded stochastically; in float8 every label has a scale. What is one value for each label
+    (biases, ``label_adam``), and the state of direct connections, stays float32."""
+
+
 class EncoderOptimizerConfig(OptimizerConfig):
     """Update rule of a transformer that is trained."""
 
@@ -398,7 +408,7 @@ class Config(Section):
     similarity: SimilarityConfig = SimilarityConfig()
     loss: LossConfig = LossConfig()
     two_tower: TwoTowerConfig = TwoTowerConfig()
-    output_optimizer: OptimizerConfig = OptimizerConfig()
+    output_optimizer: OutputOptimizerConfig = OutputOptimizerConfig()
     dense_optimizer: OptimizerConfig = OptimizerConfig()
     encoder_optimizer: EncoderOptimizerConfig = EncoderOptimizerConfig()
     redistribution: RedistributionConfig = RedistributionConfig()
@@ -411,6 +421,11 @@ class Config(Section):
             raise ValueError("dense_optimizer.kind must be sgd, momentum or adam, found label_adam")
         if self.model.output != "sparse" and self.output_optimizer.kind == "label_adam":
             raise ValueError("output_optimizer.kind = label_adam needs model.output = sparse")
+        if self.model.output != "sparse" and self.output_optimizer.state_dtype != "float32":
+            raise ValueError(
+                f"output_optimizer.state_dtype = {self.output_optimizer.state_dtype} needs output = sparse, "
+                f"found {self.model.output}"
+            )
         if self.model.direct_fan_in:
             if self.model.output != "sparse":
                 raise ValueError(f"model.direct_fan_in needs output = sparse, found {self.model.output}")
@@ -488,7 +503,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "positive_weight": 1.0,
             "positive_weight_propensity": False,
         },
-        "output_optimizer": _KERAS_ADAM,
+        "output_optimizer": _KERAS_ADAM | {"state_dtype": "float32"},
         "dense_optimizer": _KERAS_ADAM,
         "redistribution": {
             "interval_steps": 1000,

@@ -51,6 +51,18 @@ def test_precision_goes_first() -> None:
     assert str(change) == "model.weight_dtype = bfloat16 (was float32)"
 
 
+def test_the_output_layer_s_state_goes_next_as_far_as_it_must() -> None:
+    def with_state(dtype: str) -> Config:
+        return config("model.weight_dtype=bfloat16", f"output_optimizer.state_dtype={dtype}")
+
+    settings = with_state("float32")
+    for larger, smaller in (("float32", "bfloat16"), ("bfloat16", "float8_e4m3fn")):
+        [change] = fit(settings, PROBLEM, BATCHES, needed(with_state(larger)) - 1).changes
+        assert str(change) == f"output_optimizer.state_dtype = {smaller} (was float32)"
+    [change] = fit(settings, PROBLEM, BATCHES, needed(with_state("float8_e4m3fn")) - 1).changes
+    assert str(change) == "output_optimizer.kind = label_adam (was adam)"
+
+
 def test_float8_comes_after_all_that_costs_no_accuracy() -> None:
     smallest = config(
         "model.weight_dtype=bfloat16",

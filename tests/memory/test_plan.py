@@ -23,6 +23,8 @@ SETTINGS: list[tuple[problems.Kind, dict[str, dict[str, Any]]]] = [
     ("sparse", {"model": {"weight_dtype": "bfloat16"}, "output_optimizer": {"kind": "label_adam"}}),
     ("dense", {"model": {"weight_dtype": "float8_e4m3fn"}, "output_optimizer": {"kind": "sgd"}}),
     ("sparse", {"output_optimizer": {"kind": "momentum"}, "dense_optimizer": {"kind": "sgd"}}),
+    ("dense", {"output_optimizer": {"kind": "adam", "state_dtype": "bfloat16"}}),
+    ("sparse", {"output_optimizer": {"kind": "adam", "state_dtype": "float8_e4m3fn"}}),
     ("sparse", {"model": {"direct_fan_in": 3}}),
     ("dense", {"model": {"group_size": 16}, "dense_optimizer": {"kind": "momentum"}}),
     ("dense", {"model": {"output": "bottleneck"}}),
@@ -87,6 +89,20 @@ def test_a_plan_by_hand() -> None:
     assert planned.peak_phase == "output_step"
     assert planned.binding.name == "penultimate.weight"
     assert planned.peak_bytes == max(planned.bytes(phase) for phase in PHASES)
+
+
+def test_a_state_in_float8_by_hand() -> None:
+    planned = amazon(model={"fan_in": 32}, output_optimizer={"kind": "adam", "state_dtype": "float8_e4m3fn"})
+    prefix = "output.state."
+    assert {
+        term.name.removeprefix(prefix): term.bytes for term in planned.held if term.name.startswith(prefix)
+    } == {
+        "weight_first": 670_091 * 32,
+        "weight_second": 670_091 * 32,
+        "bias_first": 670_091 * 4,
+        "bias_second": 670_091 * 4,
+        "scale": 670_091,
+    }
 
 
 def test_what_lies_on_the_disk_is_not_counted() -> None:

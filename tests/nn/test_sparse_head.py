@@ -318,6 +318,28 @@ def test_a_state_dict_survives_safetensors(weight_dtype: Any, tmp_path: Path) ->
     assert changed(other, state(layer)) == set()
 
 
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_a_state_dict_holds_a_narrow_state(state_dtype: str, tmp_path: Path) -> None:
+    optimizer = {"kind": "adam", "state_dtype": state_dtype}
+    layer, other = head(optimizer=optimizer), head(optimizer=optimizer)
+    losses = []
+    for _ in range(100):
+        result = layer(embeddings(), ROWS)
+        losses.append(float(result.loss.detach()))
+        result.loss.backward()
+    assert losses[-1] < 0.5 * losses[0]
+    assert layer.output.state.dtype == getattr(torch, state_dtype)
+    save_file(layer.state_dict(), tmp_path / "head.safetensors")
+    other.load_state_dict(load_file(tmp_path / "head.safetensors"))
+    assert changed(other, state(layer)) == set()
+    for each in (layer, other):
+        each(embeddings(), ROWS).loss.backward()
+        each.redistribute(0.2)
+    assert changed(other, state(layer)) == set()
+    with pytest.raises(RuntimeError, match=r"output.state.weight_first must be torch.float32"):
+        head().load_state_dict(layer.state_dict(), strict=False)
+
+
 @pytest.mark.parametrize("weight_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_float8_weights_rank_move_and_learn(weight_dtype: Any) -> None:
     layer = head(weight_dtype=weight_dtype)

@@ -55,6 +55,8 @@ PARTS: dict[str, tuple[problems.Kind, dict[str, dict[str, Any]]]] = {
         "dense",
         {"output_optimizer": {"kind": "momentum"}, "dense_optimizer": {"kind": "momentum"}},
     ),
+    "a state in bfloat16": ("sparse", {"output_optimizer": {"kind": "momentum", "state_dtype": "bfloat16"}}),
+    "a state in float8": ("sparse", {"output_optimizer": {"state_dtype": "float8_e4m3fn"}}),
     "sgd": ("sparse", {"output_optimizer": {"kind": "sgd"}, "dense_optimizer": {"kind": "sgd"}}),
     "redistribution by threshold": (
         "sparse",

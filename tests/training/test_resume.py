@@ -118,6 +118,23 @@ def test_float8_weights_go_on(optimizer: str, weight_dtype: str, train: Train, a
     runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
 
 
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_a_narrow_state_goes_on(optimizer: str, state_dtype: str, train: Train, at_step: Any) -> None:
+    dataset, settings = problems.dataset(), everything(optimizer)
+    settings["output_optimizer"] |= {"state_dtype": state_dtype}
+    whole = train(dataset, "whole", **settings)
+    latest = CheckpointFolder(whole / "checkpoints").latest()
+    assert latest is not None
+    tensors = read_checkpoint(latest).tensors
+    assert tensors["model.output.state.weight_first"].dtype == getattr(torch, state_dtype)
+    assert ("model.output.state.scale" in tensors) == (state_dtype == "float8_e4m3fn")
+    at_step(7, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(StoppedBySignalError, match="SIGINT"):
+        train(dataset, "stopped", **settings)
+    runs.assert_same_run(train(dataset, "stopped", resume=True, **settings), whole)
+
+
 @pytest.mark.parametrize("step", [1, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 3 * STEPS_PER_EPOCH])
 def test_a_run_goes_on_from_the_edge_of_an_epoch(step: int, train: Train, at_step: Any) -> None:
     dataset, settings = problems.dataset(), everything()

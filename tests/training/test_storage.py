@@ -27,6 +27,7 @@ DISK = {"storage": "disk"}
 SETTINGS: list[tuple[problems.Kind, dict[str, dict[str, Any]]]] = [
     ("sparse", {"model": {"weight_dtype": "bfloat16"}, "output_optimizer": {"kind": "label_adam"}}),
     ("dense", {"model": {"group_size": 16}, "output_optimizer": {"kind": "momentum"}}),
+    ("dense", {"output_optimizer": {"kind": "adam", "state_dtype": "float8_e4m3fn"}}),
     ("sparse", {"output_optimizer": {"kind": "sgd"}, "loss": {"kind": "softmax"}}),
     ("text", {"model": {"direct_fan_in": 3}, "redistribution": {"new_value": "random"}}),
 ]

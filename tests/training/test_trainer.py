@@ -87,6 +87,7 @@ def test_every_output_learns_from_every_kind_of_features(
         {"output_optimizer": {"kind": "sgd", "learning_rate": 0.05}},
         {"output_optimizer": {"kind": "momentum", "learning_rate": 0.01}},
         {"output_optimizer": {"kind": "label_adam", "learning_rate": 0.01}},
+        {"output_optimizer": {"kind": "momentum", "learning_rate": 0.01, "state_dtype": "float8_e4m3fn"}},
         {"dense_optimizer": {"kind": "sgd", "learning_rate": 0.5}, "training": {"epochs": 25}},
         {"redistribution": {"mode": "threshold", "threshold": 0.05, "scope": "group", "new_value": "random"}},
         {"schedule": {"kind": "linear", "warmup_steps": 10}},
@@ -111,6 +112,15 @@ def test_float8_weights_reach_about_float32_s_precision(train: Train) -> None:
     found = {
         dtype: precision_on_test(train(dataset, dtype, model={"weight_dtype": dtype}), dataset)
         for dtype in ("float32", "float8_e4m3fn", "float8_e5m2")
+    }
+    assert min(found.values()) > found["float32"] - 0.05, found
+
+
+def test_narrow_states_reach_about_float32_s_precision(train: Train) -> None:
+    dataset = problems.dataset("sparse", train=400, test=300)
+    found = {
+        dtype: precision_on_test(train(dataset, dtype, output_optimizer={"state_dtype": dtype}), dataset)
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn")
     }
     assert min(found.values()) > found["float32"] - 0.05, found
 

@@ -72,8 +72,9 @@ def needed_bytes(planned: Plan) -> int:
 def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int) -> Fit:
     """Return the settings, changed as little as the bytes demand.
 
-    They shrink in a fixed order, each as far as it goes before the next: weights to bfloat16; Adam's moments
-    of the output layer to one value for each label; the batch (slower); the dense layers' Adam to SGD, which
+    They shrink in a fixed order, each as far as it goes before the next: weights to bfloat16; the output
+    layer's optimizer state to bfloat16, then float8; Adam's moments of the output layer to one value for each
+    label; the batch (slower); the dense layers' Adam to SGD, which
     wants a learning rate of its own; weights to float8; width, then fan-in (less accurate). What then turns
     out not to have been needed goes back, the last first.
 
@@ -169,6 +170,14 @@ def _narrowest_weights(config: Config) -> Config | None:
     return _with(config, "model", "weight_dtype", "float8_e4m3fn")
 
 
+def _narrower_state(config: Config) -> Config | None:
+    optimizer = config.output_optimizer
+    narrower = {"float32": "bfloat16", "bfloat16": "float8_e4m3fn"}.get(optimizer.state_dtype)
+    if config.model.output != "sparse" or optimizer.kind not in ("adam", "momentum") or narrower is None:
+        return None
+    return _with(config, "output_optimizer", "state_dtype", narrower)
+
+
 _WIDER = {"float8_e4m3fn": "bfloat16"}
 """What stands between a setting of the planner and the user's own."""
 
@@ -207,6 +216,7 @@ def _fewer_inputs(config: Config) -> Config | None:
 
 _SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
     _narrow_weights,
+    _narrower_state,
     _one_moment_for_each_label,
     _smaller_batch,
     _no_dense_moments,
@@ -216,6 +226,7 @@ _SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
 )
 _ORDER = (
     "model.weight_dtype",
+    "output_optimizer.state_dtype",
     "output_optimizer.kind",
     "training.batch_size",
     "dense_optimizer.kind",

@@ -19,9 +19,9 @@ from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.memory.activations import EncoderMemory
 from xmlc.nn.dense import BLOCK_BYTES
 from xmlc.nn.model import ON_DISK, Problem, weight_shapes
-from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE
+from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE, absent_state
 from xmlc.nn.similarity import INSTANCES_AT_ONCE
-from xmlc.ops import OptimizerState, checks
+from xmlc.ops import checks
 from xmlc.ops.fused_step import workspace_bytes as fused_step_bytes
 from xmlc.ops.redistribute import workspace_bytes as redistribute_bytes
 from xmlc.ops.top_labels import workspace_bytes as top_labels_bytes
@@ -203,10 +203,11 @@ def _optimizer_state(s: _Sizes) -> Iterator[Term]:
         yield Term(f"{kind} of encoder", "optimizer", size, formula, False)
     if not s.sparse:
         return
-    with torch.device("meta"):
-        state = OptimizerState.zeros(s.config.output_optimizer.kind, s.label, s.config.model.fan_in)
+    optimizer = s.config.output_optimizer
+    state = absent_state(optimizer.kind, s.label, s.config.model.fan_in, optimizer.state_dtype)
     for name, tensor in state.tensors().items():
-        yield Term(f"output.state.{name}", "optimizer", *_of_shape(tuple(tensor.shape), 4))
+        shape = tuple(tensor.shape)
+        yield Term(f"output.state.{name}", "optimizer", *_of_shape(shape, tensor.itemsize))
     if s.config.model.direct_fan_in:
         shape = s.shapes["output.direct.weight"]
         if s.config.output_optimizer.kind == "adam":

@@ -204,6 +204,7 @@ class Model:
                 _direct_connections(config, problem, problem.label_count if own is None else len(own.labels)),
                 _zeros(config, scratch),
                 None if own is None else own.labels,
+                config.output_optimizer.state_dtype,
             )
             self.output = part if own is None else LabelParallelOutput(part, own)
         else:

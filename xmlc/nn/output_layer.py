@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
+from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig, StateDtype
 from xmlc.data.rows import CsrRows, Float32, Int64
 from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
@@ -121,6 +121,7 @@ class SparseOutput:
         direct: DirectConnections | None = None,
         zeros: Zeros = in_memory,
         own: Int64 | None = None,
+        state_dtype: StateDtype = "float32",
     ) -> None:
         """Make weights, connections and state, where ``zeros`` puts them, and draw the first two.
 
@@ -156,7 +157,7 @@ class SparseOutput:
         _draw_weight(self.weight, self.weight_scale, model, generator, self.all_labels, own)
         self.bias = bias
         self.positive_weight = positive_weight
-        self.state = _state_of(optimizer.kind, label, model.fan_in, zeros)
+        self.state = _state_of(optimizer.kind, label, model.fan_in, state_dtype, zeros)
 
     def step(
         self,
@@ -545,10 +546,15 @@ class _NormalisedLoss:
         return gradient
 
 
-def _state_of(kind: str, label: int, fan_in: int, zeros: Zeros) -> OptimizerState:
-    """Return the optimizer's state before the first step, where ``zeros`` puts it."""
+def absent_state(kind: str, label: int, fan_in: int, dtype: StateDtype) -> OptimizerState:
+    """Return the optimizer's state on the meta device: its shapes and dtypes alone."""
     with torch.device("meta"):
-        absent = OptimizerState.zeros(kind, label, fan_in).tensors()
+        return OptimizerState.zeros(kind, label, fan_in, getattr(torch, dtype))
+
+
+def _state_of(kind: str, label: int, fan_in: int, dtype: StateDtype, zeros: Zeros) -> OptimizerState:
+    """Return the optimizer's state before the first step, where ``zeros`` puts it."""
+    absent = absent_state(kind, label, fan_in, dtype).tensors()
     return OptimizerState(**{name: zeros(tuple(like.shape), like.dtype) for name, like in absent.items()})
 
 

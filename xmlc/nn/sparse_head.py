@@ -93,7 +93,7 @@ class SparseHead(nn.Module):
             group_size: Labels that share one set of inputs.
             loss: Kind of loss, or settings of the section ``[loss]``.
             optimizer: Kind of the output layer's optimizer (adam if None), or settings of
-                ``[output_optimizer]``; only with ``fused=True``.
+                ``[output_optimizer]``, ``state_dtype`` among them; only with ``fused=True``.
             learning_rate: Rate of that optimizer; 0.001 if neither names one. May be set at any time:
                 ``head.learning_rate = ...``.
             weight_dtype: Storage of the output layer's weights; float8 only with ``fused=True``.
@@ -161,6 +161,7 @@ class SparseHead(nn.Module):
             seed,
             generator,
             own=None if own is None else own.labels,
+            state_dtype=config.output_optimizer.state_dtype,
         )
         self.parallel = None if own is None else LabelParallelOutput(self.output, own)
         self.steps = torch.zeros((), dtype=torch.int64)  # updates so far; 0 with fused=False
