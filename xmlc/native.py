@@ -76,6 +76,7 @@ def run(
         arguments["offsets"] = module.LogitOffsets(**offsets)
     call = getattr(module, op)
     size_bytes = call(workspace=0, **arguments)
+    _count_workspace(size_bytes)
     slack = _slack_bytes(module, size_bytes)
     workspace = torch.empty(max(1, size_bytes + slack), dtype=torch.uint8, device=device)
     address = workspace.data_ptr()
@@ -110,19 +111,42 @@ def _backend(device: torch.device, multiply_adds: int) -> tuple[Any, dict[str, A
 _usable_devices: set[int] = set()  # those that `require_cuda` found good: asking the driver takes time
 
 
+def take_largest_workspace() -> int:
+    """Return the bytes of the largest workspace since the last call; native code allocates nothing beside."""
+    global _largest_workspace
+    taken, _largest_workspace = _largest_workspace, 0
+    return taken
+
+
+_largest_workspace = 0
+
+
+def _count_workspace(size_bytes: int) -> None:
+    global _largest_workspace
+    _largest_workspace = max(_largest_workspace, size_bytes)
+
+
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Return whether the device's kernels take features in bfloat16 as they are (`checks.narrow`)."""
     return device.type == "cuda" or emulated is not None
 
 
+ON_DEVICE = 0
+"""In place of a number of threads: the device's op is asked, which needs neither a device nor its kernels."""
+
+
 def workspace_bytes(
     op: str, threads: int, *, layer: dict[str, Any], offsets: dict[str, int] | None = None, **arguments: Any
 ) -> int:
-    """Ask a CPU op what `run` would allocate for its workspace; addresses may be 0, sizes must be right."""
+    """Ask an op what `run` would allocate for its workspace; addresses may be 0, sizes must be right.
+
+    The CPU's op with so many threads, or the device's (`ON_DEVICE`).
+    """
     if offsets is not None:
         arguments["offsets"] = cpu.LogitOffsets(**offsets)
-    size_bytes: int = getattr(cpu, op)(workspace=0, threads=threads, layer=cpu.Layer(**layer), **arguments)
-    return size_bytes + _slack_bytes(cpu, size_bytes)
+    module = cpu.cuda_sizes if threads == ON_DEVICE else cpu
+    size_bytes: int = getattr(module, op)(workspace=0, threads=threads, layer=cpu.Layer(**layer), **arguments)
+    return size_bytes + _slack_bytes(module, size_bytes)
 
 
 def _slack_bytes(module: Any, size_bytes: int) -> int:

@@ -1,9 +1,11 @@
 // The CPU backend as a Python module: the ops, and the choice of the instruction set.
 #include <string_view>
 
+#include "../cpu/lost_pages.h"
 #include "../cpu/ops.h"
 #include "../cpu/sparse_text.h"
 #include "../cpu/workspace.h"
+#include "../cuda/scratch.h"
 #include "module.h"
 
 using namespace xmlc;
@@ -25,6 +27,13 @@ const char* isa_name(cpu::Isa isa) {
   }
 }
 
+// Stands for an op of the device where there is none: says the bytes of its workspace, and can do no more.
+template <class Arguments>
+std::int64_t measure(const Arguments& arguments, int, void* workspace) {
+  if (workspace != nullptr) throw std::logic_error("native: sizes of the device's ops work on nothing");
+  return cuda::workspace_bytes(arguments);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -41,6 +50,9 @@ PYBIND11_MODULE(_cpu, m) {
   m.attr("HUGE_PAGE") = cpu::kHugePage;
   m.def("prefer_huge_pages",
         [](Address base, std::int64_t bytes) { cpu::prefer_huge_pages(at<void>(base), bytes); });
+
+  m.def("watch_pages", &cpu::watch_pages, py::arg("address"), py::arg("bytes"), py::arg("message"));
+  m.def("forget_pages", &cpu::forget_pages, py::arg("address"));
 
   py::class_<cpu::TextProgress>(m, "TextProgress")
       .def(py::init<>())
@@ -84,6 +96,12 @@ PYBIND11_MODULE(_cpu, m) {
       py::kw_only(), py::arg("text"), py::arg("rows"), py::arg("first_row"), py::arg("columns"),
       py::arg("first_column"), py::arg("pairs"), py::arg("progress"));
 
+  py::module_ sizes = m.def_submodule("cuda_sizes", "The device's ops with workspace = 0.");
+  define_ops<int>(
+      sizes, "threads",
+      {&measure<SparseLinearArguments>, &measure<SparseLinearArguments>, &measure<SparseLinearArguments>,
+       &measure<FusedStepArguments>, &measure<TopLabelsArguments>, &measure<RedistributeArguments>});
+  define_arguments(m);
   define_ops<int>(
       m, "threads",
       {&cpu::sparse_linear, &cpu::sparse_linear_feature_gradient, &cpu::sparse_linear_weight_gradient,

@@ -33,6 +33,7 @@ std::int64_t run(const Arguments& arguments, Where where, void* workspace) {
 }
 
 inline void define(py::module_& m) {
+  define_arguments(m);
   define_ops<Where>(
       m, "queue",
       {&run<SparseLinearArguments, &sparse_linear>,

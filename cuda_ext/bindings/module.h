@@ -87,8 +87,7 @@ struct Ops {
   Op<RedistributeArguments> redistribute;
 };
 
-template <class Where>
-void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
+inline void define_arguments(py::module_& m) {
   py::class_<Layer>(m, "Layer", py::module_local())
       .def(py::init(&layer), py::kw_only(), py::arg("indices"), py::arg("weight"), py::arg("bias"),
            py::arg("indices_dtype"), py::arg("weight_dtype"), py::arg("input"), py::arg("label"),
@@ -101,7 +100,10 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
            }),
            py::kw_only(), py::arg("label"), py::arg("instance"), py::arg("value"), py::arg("gradient"),
            py::arg("entry"));
+}
 
+template <class Where>
+void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
   m.def(
       "sparse_linear",
       [ops](const Layer& layer, Address features, Address logits, std::int64_t batch, const Where& where,

@@ -5,63 +5,16 @@
 // any.
 #include <cfloat>
 
-#include "../cpu/workspace.h"
 #include "gradients.h"
+#include "scratch.h"
 #include "tensor_products.cuh"
 #include "xmlc/rounding.h"
 
 namespace xmlc::cuda {
 namespace {
 
-constexpr std::int64_t kBlockFloats = std::int64_t{1} << 20;  // logit and weight gradients of a block: 4 MiB
-constexpr int kRun = 16;                                      // values added in float32 before float64
+constexpr int kRun = 16;  // values added in float32 before float64
 constexpr unsigned kSumThreads = 256;
-
-struct Scratch {
-  std::int64_t block_labels, segments, loss_parts;
-  float* logit_gradient;      // [block_labels, batch]
-  float* weight_gradient;     // [block_labels, fan_in]
-  BFloat16* narrow_gradient;  // [block_labels, batch]: logit_gradient rounded, for the tensor cores; or null
-  std::uint8_t* changed;      // [block_labels]: of float8 weights; null otherwise
-  double* loss;               // [loss_parts]: of each warp, or of each instance
-  // Of the normalised losses; see loss.h. Null otherwise.
-  float* reference;      // [segments, batch]: an early large logit of each warp
-  double* exponentials;  // [segments, batch]: the sum of exp(logit - reference)
-  float* pair_logit;     // [pair]
-  float* log_sum;        // [batch]
-  float* factor;         // [batch]
-  float* share;          // [batch]
-};
-
-Rows rows_of(const FusedStepArguments& a, std::int64_t first, std::int64_t labels) {
-  const std::int64_t left = a.layer.label - first;
-  return {a.layer, first, left < labels ? left : labels, a.batch};
-}
-
-Scratch plan(const FusedStepArguments& a, cpu::Workspace& workspace) {
-  Scratch s{};
-  constexpr std::int64_t kMultiple = Layer::kScaleLabels;
-  const std::int64_t fitting = kBlockFloats / (a.batch + a.layer.fan_in) / kMultiple * kMultiple;
-  const std::int64_t all = (a.layer.label + kMultiple - 1) / kMultiple * kMultiple;
-  s.block_labels = fitting < kMultiple ? kMultiple : fitting < all ? fitting : all;
-  s.segments = segments_for(rows_of(a, 0, s.block_labels));
-  s.logit_gradient = workspace.take<float>(s.block_labels * a.batch);
-  s.weight_gradient = workspace.take<float>(s.block_labels * a.layer.fan_in);
-  if (a.narrow_features != nullptr) s.narrow_gradient = workspace.take<BFloat16>(s.block_labels * a.batch);
-  if (is_float8(a.layer.weight_type)) s.changed = workspace.take<std::uint8_t>(s.block_labels);
-  const bool normalised = is_normalised(a.loss);
-  s.loss_parts = normalised ? a.batch : s.segments * batch_tiles(a.batch);
-  s.loss = workspace.take<double>(s.loss_parts);
-  if (normalised) {
-    s.reference = workspace.take<float>(s.segments * a.batch);
-    s.exponentials = workspace.take<double>(s.segments * a.batch);
-    s.pair_logit = workspace.take<float>(a.pair);
-    s.log_sum = workspace.take<float>(a.batch);
-    s.factor = workspace.take<float>(a.batch);
-    s.share = workspace.take<float>(a.batch);
-  }
-  return s;
-}
 
 // The positives.
 struct Positives : LabelPairs {

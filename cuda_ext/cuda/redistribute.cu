@@ -3,38 +3,18 @@
 // The boundary of what is pruned is found by a radix selection over (score, hash, position): passes of 65,536
 // counters, 16 bits each. The last four, over the position, decide only among equal (score, hash) and
 // otherwise end at once. Then one thread for each group draws new inputs.
-#include "../cpu/workspace.h"
 #include "ops.h"
 #include "rows.cuh"
+#include "scratch.h"
 #include "xmlc/rounding.h"
 
 namespace xmlc::cuda {
 namespace {
 
-constexpr int kDigitBits = 16;
-constexpr std::int64_t kDigits = std::int64_t{1} << kDigitBits;
-constexpr unsigned kThreads = 256;
-constexpr std::int64_t kMostThreads = std::int64_t{1} << 16;
+constexpr unsigned kThreads = kRegrowThreads;
 constexpr std::uint32_t kGrowStream = 0, kValueStream = 1;
 
-// Connections are pruned whose (key, slot) is below (key, slot) of the boundary, or equal. `rank`: how many
-// of those with the digits found so far.
-struct Boundary {
-  std::uint64_t key, slot;
-  std::int64_t rank;
-  bool found;
-};
-
-struct Arguments {
-  RedistributeArguments a;
-  std::int64_t groups, threads;
-  int pass;                    // 0 to 3: a digit of the key, 4 to 7: of the slot
-  unsigned long long* counts;  // [kDigits]
-  Boundary* boundary;          // [1]
-  std::int32_t* present;       // [fan_in, threads]: a group's inputs, rising
-  std::uint64_t* keys;         // [fan_in, threads]
-  std::uint8_t* prune;         // [fan_in, threads]
-};
+using Arguments = Regrowth;
 
 __device__ __forceinline__ std::int64_t thread_number() {
   return std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -261,17 +241,8 @@ __global__ void regrow_kernel(Arguments s) {
 }  // namespace
 
 std::int64_t redistribute(const RedistributeArguments& a, const Queue& queue, void* workspace) {
-  Arguments s{};
-  s.a = a;
-  s.groups = (a.layer.label + a.layer.group_size - 1) / a.layer.group_size;
-  s.threads = (s.groups + kThreads - 1) / kThreads * kThreads;
-  if (s.threads > kMostThreads) s.threads = kMostThreads;
   cpu::Workspace arrays(workspace);
-  s.counts = arrays.take<unsigned long long>(kDigits);
-  s.boundary = arrays.take<Boundary>(1);
-  s.present = arrays.take<std::int32_t>(s.threads * a.layer.fan_in);
-  s.keys = arrays.take<std::uint64_t>(a.within_group ? s.threads * a.layer.fan_in : 0);
-  s.prune = arrays.take<std::uint8_t>(s.threads * a.layer.fan_in);
+  Arguments s = plan(a, arrays);
   if (workspace == nullptr) return arrays.bytes();
   const dim3 grid(static_cast<unsigned>(s.threads / kThreads));
   if (a.new_value == NewValue::kRandom) {

@@ -7,16 +7,14 @@
 
 #include <cstdint>
 
-#include "xmlc/arguments.h"
+#include "scratch.h"
 #include "xmlc/launch.cuh"
 
 namespace xmlc::cuda {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = 4;  // of a block
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kColumns = 32;  // connections that are staged at a time
-constexpr std::int64_t kMostSegments = std::int64_t{1} << 14;
 
 struct Range {
   std::int64_t first, last;
@@ -27,27 +25,6 @@ XMLC_HOST_DEVICE Range share(std::int64_t total, std::int64_t part, std::int64_t
   return {total * part / parts, total * (part + 1) / parts};
 }
 
-// Consecutive labels of a layer, from the beginning of a group, and a batch.
-struct Rows {
-  Layer layer;
-  std::int64_t first, count;  // labels
-  std::int64_t batch;
-};
-
-inline int rows_of_tile(const Layer& layer) { return layer.group_size == 1 ? 1 : 16; }
-inline int vectors_for(std::int64_t batch) { return batch <= kWarp ? 1 : 2; }
-inline std::int64_t row_tiles(const Rows& rows) {
-  const std::int64_t height = rows_of_tile(rows.layer);
-  return (rows.count + height - 1) / height;
-}
-inline std::int64_t batch_tiles(std::int64_t batch) {
-  const std::int64_t width = std::int64_t{kWarp} * vectors_for(batch);
-  return (batch + width - 1) / width;
-}
-inline std::int64_t segments_for(const Rows& rows) {
-  const std::int64_t tiles = row_tiles(rows);
-  return tiles < kMostSegments ? tiles : kMostSegments;
-}
 inline dim3 grid_for(std::int64_t segments, std::int64_t tiles) {
   return dim3(static_cast<unsigned>((segments + kWarps - 1) / kWarps), static_cast<unsigned>(tiles));
 }

@@ -2,22 +2,12 @@
 // warp, and a label is looked at closely only if it beats the worst of them. Labels come in rising order and
 // only a strictly larger logit replaces, so ties stay with the lowest label; then a warp for each instance
 // merges the lists, of which earlier ones hold lower labels.
-#include "../cpu/workspace.h"
 #include "ops.h"
+#include "scratch.h"
 #include "tensor_products.cuh"
 
 namespace xmlc::cuda {
 namespace {
-
-constexpr std::int64_t kListBytes = std::int64_t{64}
-                                    << 20;  // of all lists together, unless one list needs more
-
-struct Lists {
-  std::int64_t segments;
-  float* scores;         // [segments, batch, k], falling
-  std::int64_t* labels;  // [segments, batch, k]
-  std::int32_t* next;    // [batch, segments]: the merge's place in each list
-};
 
 struct MergeArguments {
   TopLabelsArguments a;
@@ -119,19 +109,8 @@ __global__ void merge_kernel(MergeArguments m) {
 
 std::int64_t top_labels(const TopLabelsArguments& a, const Queue& queue, void* workspace) {
   const Rows rows{a.layer, 0, a.layer.label, a.batch};
-  Lists lists{};
-  lists.segments = segments_for(rows);
-  const std::int64_t list_bytes =
-      a.batch * a.k * static_cast<std::int64_t>(sizeof(float) + sizeof(std::int64_t));
-  const std::int64_t fitting = kListBytes / list_bytes;
-  const std::int64_t worthwhile =
-      a.layer.label / a.k;  // more, and lists are longer than what they choose from
-  const std::int64_t most = fitting < worthwhile ? fitting : worthwhile;
-  if (most < lists.segments) lists.segments = most < 1 ? 1 : most;
   cpu::Workspace arrays(workspace);
-  lists.scores = arrays.take<float>(lists.segments * a.batch * a.k);
-  lists.labels = arrays.take<std::int64_t>(lists.segments * a.batch * a.k);
-  lists.next = arrays.take<std::int32_t>(a.batch * lists.segments);
+  const Lists lists = plan(a, arrays);
   if (workspace == nullptr) return arrays.bytes();
   visit_logits("top_labels", rows, Features{a.features, a.narrow_features}, a.offsets, lists.segments,
                VisitTop{a, lists}, queue.stream);

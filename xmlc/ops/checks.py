@@ -19,6 +19,8 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float
 FEATURE_DTYPES = (torch.float32, torch.bfloat16)
 MOST_INPUTS = {torch.uint16: 1 << 16, torch.int32: (1 << 31) - 1}
 """Inputs that indices of each dtype can name."""
+CHECKED_AT_ONCE = 1 << 22
+"""Of indices on a device, which are widened to look for the largest."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -217,5 +219,5 @@ def _largest_on_device(indices: Tensor) -> int:
         if indices.dtype == torch.uint16
         else (torch.int32, torch.int64, 0xFFFFFFFF)
     )
-    pieces = indices.flatten().view(signed).split(1 << 22)
+    pieces = indices.flatten().view(signed).split(CHECKED_AT_ONCE)
     return int(torch.stack([(piece.to(wide) & mask).max() for piece in pieces]).max())

@@ -268,9 +268,18 @@ def fused_step(
 
 
 def workspace_bytes(
-    layer: dict[str, Any], batch: int, pairs: int, loss: str, optimizer: str, threads: int
+    layer: dict[str, Any],
+    batch: int,
+    pairs: int,
+    loss: str,
+    optimizer: str,
+    threads: int,
+    narrow: bool = False,
 ) -> int:
-    """Return the bytes that a step on the CPU allocates beside its results; see `checks.absent_layer`."""
+    """Return the bytes that a step allocates beside its results; see `checks.absent_layer`.
+
+    ``threads`` as of `native.workspace_bytes`; ``narrow``: features stay bfloat16 (`checks.narrow`).
+    """
     return native.workspace_bytes(
         _NAME,
         threads,
@@ -303,6 +312,7 @@ def workspace_bytes(
         seed=0,
         loss_sum=0,
         offsets=logit_offsets.ABSENT,
+        narrow_features=int(narrow),  # an address that nothing follows
     )
 
 

@@ -109,8 +109,8 @@ def redistribute(
     )
 
 
-def workspace_bytes(layer: dict[str, Any], threads: int) -> int:
-    """Return the bytes that a call on the CPU allocates beside its result; see `checks.absent_layer`."""
+def workspace_bytes(layer: dict[str, Any], threads: int, within_group: bool = False) -> int:
+    """Return the bytes that a call allocates beside its result; see `fused_step.workspace_bytes`."""
     return native.workspace_bytes(
         _NAME,
         threads,
@@ -119,7 +119,7 @@ def workspace_bytes(layer: dict[str, Any], threads: int) -> int:
         state1=0,
         state_bytes=4,
         by_threshold=False,
-        within_group=False,
+        within_group=within_group,
         threshold=0.0,
         prune=0,
         new_value="zero",

@@ -76,7 +76,7 @@ def top_labels(
 
 
 def workspace_bytes(layer: dict[str, Any], batch: int, k: int, threads: int) -> int:
-    """Return the bytes that a call on the CPU allocates beside its results; see `checks.absent_layer`."""
+    """Return the bytes that a call allocates beside its results; see `fused_step.workspace_bytes`."""
     return native.workspace_bytes(
         _NAME,
         threads,
