@@ -4,17 +4,24 @@ What CUDA refuses is refused here: an operation on tensors of both devices, NumP
 it would compute, torch computes on the CPU, and the kernels of `native.cpu` (or the emulated ones, where
 XMLC_EMULATED names them) stand for those of the device. It knows nothing of streams, memory and speed.
 
-To torch the tensors are on the meta device, which needs no driver and which nothing in xmlc uses.
+To torch the tensors are on a second meta device, which needs no driver; the first is as ever.
+
+What the tensors take is counted, so torch.cuda's questions about its allocator have answers: bytes of all
+storages that a tensor on the device has, and their peak. Workspaces are as large as the device's kernels ask
+for, whichever kernels stand for them; what torch allocates inside an operation of its own is not seen.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import oracles
 import pytest
 import torch
@@ -25,8 +32,44 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from xmlc import native
 
-CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
+TOTAL_BYTES = 16 << 30
+"""Of the device."""
+CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta", 1)
 _ACROSS = ("aten::_to_copy", "aten::copy_")  # what may see tensors of both devices
+
+
+class _Allocator:
+    """Counts the bytes of storages that are on the device."""
+
+    def __init__(self) -> None:
+        self.tensors: Counter[int] = Counter()  # by storage
+        self.held = self.peak = 0
+
+    def note(self, tensor: DeviceTensor) -> None:
+        """Count the storages of a tensor until it is gone."""
+        held = tensor.held
+        parts = (held._indices(), held._values()) if held.layout is torch.sparse_coo else (held,)
+        for part in parts:
+            storage = part.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if self.tensors[key] == 0:
+                self.held += size
+                self.peak = max(self.peak, self.held)
+            self.tensors[key] += 1
+            weakref.finalize(tensor, self._drop, key, size).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self.tensors[key] -= 1
+        if self.tensors[key] == 0:
+            del self.tensors[key]
+            self.held -= size
+
+    def start_again(self) -> None:
+        """Count the peak from now on."""
+        self.peak = self.held
+
+
+allocator = _Allocator()
 
 
 class DeviceTensor(Tensor):
@@ -48,6 +91,7 @@ class DeviceTensor(Tensor):
             device=META,
         )
         made.held = held
+        allocator.note(made)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -106,6 +150,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             assert here or value.dim() == 0, f"{name}: tensors of both devices, one is on the CPU"
     if name.startswith("xmlc::") and any(on_device):
         return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+    if kwargs.get("device") == torch.device("meta"):  # shapes alone, which take nothing
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
     stays = on_device[0] if name == "aten::copy_" else any(on_device)
     if kwargs.get("device") is not None:
         stays = torch.device(kwargs["device"]) in (META, CUDA)
@@ -122,13 +169,21 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class _CpuKernels:
-    """The CPU's ops under the arguments of the device's."""
+    """The CPU's ops under the arguments of the device's, and asking for as much as those would."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(native.cpu, name)
         if name in ("Layer", "LogitOffsets"):
             return found
-        return lambda *, queue, **arguments: found(threads=1, **arguments)
+
+        def call(*, queue: Any, workspace: int, **arguments: Any) -> int:
+            if workspace == 0:
+                return int(getattr(native.cpu.cuda_sizes, name)(workspace=0, threads=0, **arguments))
+            size = found(workspace=0, threads=1, **arguments)
+            own = np.empty(size + 64, np.uint8)
+            return int(found(workspace=own.ctypes.data + -own.ctypes.data % 64, threads=1, **arguments))
+
+        return call
 
 
 @contextmanager
@@ -145,5 +200,11 @@ def device() -> Iterator[None]:
         patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
         patch.setattr(torch.cuda, "get_rng_state", lambda _: torch.empty(0))  # the CPU's generator draws
         patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        total = SimpleNamespace(total_memory=TOTAL_BYTES)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+        patch.setattr(torch.cuda, "memory_allocated", lambda: allocator.held)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.peak)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.start_again)
         with _Named(), _Dispatch():
             yield

@@ -31,7 +31,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+def gpu() -> Iterator[dict[str, float]]:
     """Pretend a device, and answer torch's questions about its memory; return the fraction asked for."""
     asked: dict[str, float] = {}
     answers = {
@@ -45,9 +45,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
         "max_memory_reserved": lambda: 3 * 10**9,
         "mem_get_info": lambda: (12 * 10**9, 16 * 10**9),
     }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-    with oracles.threads(1), pretended.device():
+    with oracles.threads(1), pretended.device(), pytest.MonkeyPatch.context() as patch:
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
         yield asked
 
 

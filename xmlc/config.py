@@ -362,6 +362,11 @@ class TrainingConfig(Section):
     """Passes over the training instances, at most."""
     batch_size: PositiveInt = 128
     """Instances of one step."""
+    evaluation_batch: PositiveInt = 256
+    """Instances whose labels are ranked at a time."""
+    block_bytes: Annotated[int, Field(ge=1 << 16)] = 16 << 20
+    """Of a dense layer, the gradient that exists at a time; of a dense output also the weights whose logits
+    do. Smaller blocks are slower. The sparse output layer cuts its own."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights, connections, order, dropout and rounding."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -45,8 +45,34 @@ def test_what_fits_stays_as_it_is() -> None:
     assert fit(settings, PROBLEM, BATCHES, needed(settings)).changes == ()
 
 
-def test_precision_goes_first() -> None:
-    settings = config()
+SMALL_BLOCKS = ("training.evaluation_batch=16", "training.block_bytes=1048576")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # Ranking binds: half as many instances at a time.
+        (("model.width=16384", "training.batch_size=16"), "training.evaluation_batch = 128 (was 256)"),
+        # The gradient of the penultimate layer binds.
+        (
+            ("model.width=16384", "training.batch_size=16", "training.evaluation_batch=16"),
+            "training.block_bytes = 8388608 (was 16777216)",
+        ),
+        # So do logits of the dense output.
+        (
+            ("model.output=bottleneck", "training.evaluation_batch=16"),
+            "training.block_bytes = 8388608 (was 16777216)",
+        ),
+    ],
+)
+def test_blocks_that_cost_no_accuracy_go_first(overrides: tuple[str, ...], expected: str) -> None:
+    settings = config(*overrides)
+    [change] = fit(settings, PROBLEM, BATCHES, needed(settings) - 1).changes
+    assert str(change) == expected
+
+
+def test_precision_goes_next() -> None:
+    settings = config(*SMALL_BLOCKS)
     [change] = fit(settings, PROBLEM, BATCHES, needed(settings) - 1).changes
     assert str(change) == "model.weight_dtype = bfloat16 (was float32)"
 
@@ -69,6 +95,7 @@ def test_float8_comes_after_all_that_costs_no_accuracy() -> None:
         "output_optimizer.kind=sgd",
         "dense_optimizer.kind=sgd",
         "training.batch_size=16",
+        *SMALL_BLOCKS,
     )
     [change] = fit(smallest, PROBLEM, BATCHES, needed(smallest) - 1).changes
     assert str(change) == "model.weight_dtype = float8_e4m3fn (was bfloat16)"

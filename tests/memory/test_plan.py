@@ -126,9 +126,15 @@ def test_wide_layers_have_wider_indices() -> None:
     assert indices.bytes == 670_091 * problems.config().model.fan_in * 4
 
 
-def test_a_plan_of_a_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"know training\.device = cpu alone, found cuda; leave them out"):
-        profile(Sizes(100, 8, 0, 3, 50), overrides=["training.device=cuda"])
+def test_a_plan_of_a_device_needs_none() -> None:
+    found = profile(Sizes(1000, 8, 0, 3, 50), overrides=["training.device=cuda"], budget="1GiB")
+    assert found.device_plan is not None and found.limited is found.device_plan
+    assert found.fitted is not None and found.fitted.changes == ()
+
+
+def test_two_towers_are_not_planned() -> None:
+    with pytest.raises(ConfigError, match=r"plans and budgets know no model\.output = two_tower"):
+        profile(Sizes(100, 8, 0, 3, 50), overrides=["model.output=two_tower"])
 
 
 def test_generated_labels_are_distinct_in_range_and_of_falling_frequency() -> None:

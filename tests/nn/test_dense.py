@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xmlc.config import OptimizerConfig
-from xmlc.nn import dense
 from xmlc.nn.dense import BlockedLinear
 from xmlc.training.optimizers import block_optimizer
 
@@ -19,9 +18,7 @@ ROWS, COLUMNS, BATCH = 23, 9, 12
 BLOCK_ROWS = 4
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "BLOCK_BYTES", BLOCK_ROWS * COLUMNS * 4)
+BLOCK_BYTES = BLOCK_ROWS * COLUMNS * 4
 
 
 @pytest.fixture
@@ -34,7 +31,8 @@ def normal(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def layer(generator: torch.Generator) -> BlockedLinear:
-    return BlockedLinear(normal(ROWS, COLUMNS, generator=generator), normal(ROWS, generator=generator))
+    weight, bias = normal(ROWS, COLUMNS, generator=generator), normal(ROWS, generator=generator)
+    return BlockedLinear(weight, bias, BLOCK_BYTES)
 
 
 def test_blocks_share_the_memory_of_all_rows_and_fit_the_budget(generator: torch.Generator) -> None:
@@ -43,14 +41,20 @@ def test_blocks_share_the_memory_of_all_rows_and_fit_the_budget(generator: torch
         slice(first, min(first + BLOCK_ROWS, ROWS)) for first in range(0, ROWS, BLOCK_ROWS)
     ]
     for block in linear.blocks:
-        assert block.weight.nbytes <= dense.BLOCK_BYTES
+        assert block.weight.nbytes <= BLOCK_BYTES
         assert block.weight.data_ptr() == linear.weight[block.rows].data_ptr()
         assert block.bias.data_ptr() == linear.bias[block.rows].data_ptr()
 
 
-def test_a_row_above_the_budget_is_a_block_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "BLOCK_BYTES", 1)
-    assert len(BlockedLinear(torch.zeros(5, 3), torch.zeros(5)).blocks) == 5
+def test_a_row_above_the_budget_is_a_block_of_its_own() -> None:
+    assert len(BlockedLinear(torch.zeros(5, 3), torch.zeros(5), 1).blocks) == 5
+
+
+def test_a_layer_that_moves_keeps_its_blocks(generator: torch.Generator) -> None:
+    linear = layer(generator)
+    before = [block.rows for block in linear.blocks]
+    linear.move(torch.device("cpu"))
+    assert [block.rows for block in linear.blocks] == before
 
 
 def test_the_output_is_the_affine_map(generator: torch.Generator) -> None:
@@ -139,17 +143,15 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_gradient_larger_than_a_block_ever_lives(
-    name: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_gradient_larger_than_a_block_ever_lives(name: str, generator: torch.Generator) -> None:
     columns, batch = 100, 2
-    monkeypatch.setattr(dense, "BLOCK_BYTES", BLOCK_ROWS * columns * 4)
-    linear = BlockedLinear(normal(ROWS, columns, generator=generator), torch.zeros(ROWS))
+    block_bytes = BLOCK_ROWS * columns * 4
+    linear = BlockedLinear(normal(ROWS, columns, generator=generator), torch.zeros(ROWS), block_bytes)
     optimizer = block_optimizer(linear.parameters(), OPTIMIZERS[name])
     with LargestTensor() as largest:
         for _ in range(2):
             linear.update(torch.ones(columns, batch), torch.ones(ROWS, batch), optimizer)
-    assert 0 < largest.bytes <= dense.BLOCK_BYTES
+    assert 0 < largest.bytes <= block_bytes
     assert all(parameter.grad is None for parameter in linear.parameters())
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig
 from xmlc.data import CsrRows
-from xmlc.nn import dense, output_layer
+from xmlc.nn import output_layer
 from xmlc.nn.direct import DirectConnections
 from xmlc.nn.output_layer import DenseOutput, SparseOutput, loss_scale
 from xmlc.ops import quantise, widen
 from xmlc.training.optimizers import block_optimizer
 
 LABELS, INPUTS, BATCH, FAN_IN = 37, 11, 9, 4
+BLOCK_LABELS = 5  # of a dense layer
 every_loss = pytest.mark.parametrize("loss_kind", ["squared_hinge", "bce", *oracles.NORMALISED])
 
 
@@ -76,12 +77,7 @@ def sparse_layer(
 
 def dense_layer(loss: LossConfig, positive_weight: Tensor | None = None) -> DenseOutput:
     bias = torch.empty(LABELS).normal_(generator=generator(3))
-    return DenseOutput(LABELS, INPUTS, loss, bias, positive_weight, generator())
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "BLOCK_BYTES", 5 * INPUTS * 4)
+    return DenseOutput(LABELS, INPUTS, loss, bias, positive_weight, generator(), BLOCK_LABELS * INPUTS * 4)
 
 
 def test_the_loss_is_the_mean_over_the_batch_of_the_sum_or_mean_over_labels() -> None:
@@ -129,7 +125,6 @@ def dense_truth(
     return {"loss": value.detach(), "features": gradients[0], "weight": new_weight, "bias": new_bias}
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -155,7 +150,6 @@ def test_a_dense_step_equals_autograd_and_a_torch_optimizer(
         oracles.assert_no_worse_than_plain(found[name], true, plain[name].double(), slack, name)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("k", [1, 5, LABELS])
 def test_a_dense_layer_ranks_like_a_stable_sort_of_all_logits(k: int) -> None:
     layer = dense_layer(LossConfig())
@@ -168,7 +162,6 @@ def test_a_dense_layer_ranks_like_a_stable_sort_of_all_logits(k: int) -> None:
     assert torch.equal(labels, order)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_ties_of_a_dense_layer_go_to_the_lowest_label_across_blocks() -> None:
     layer = dense_layer(LossConfig())
     layer.linear.weight.zero_()
@@ -221,7 +214,6 @@ def test_a_sparse_step_is_the_exact_update_within_its_bound(
     oracles.assert_within(layer.bias, exact.bias, allowed.bias, "bias")
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("size", [1.0, 10_000.0])
 @every_loss
@@ -253,7 +245,6 @@ def test_a_dense_layer_takes_the_step_of_a_sparse_one_with_all_inputs(
         oracles.assert_within(found["bias"], exact.bias, allowed.bias, f"{name} bias")
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("output", ["sparse", "dense"])
 @pytest.mark.parametrize(
     ("kind", "rows"), [("softmax", [[]]), ("decoupled_softmax", [[]]), ("decoupled_softmax", [range(LABELS)])]

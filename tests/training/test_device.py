@@ -19,7 +19,12 @@ import two_towers
 
 from xmlc.errors import ConfigError, OutOfMemoryError
 from xmlc.evaluation import load
+from xmlc.memory.budget import changes, needed_bytes
+from xmlc.memory.device import device_plan
+from xmlc.memory.exhausted import Facts, explained
+from xmlc.memory.plan import Batches
 from xmlc.nn import Model, TextEncoder, TwoTower
+from xmlc.training.prepare import batches_of, prepare
 from xmlc.training.trainer import train_into
 
 Train = Callable[..., Path]
@@ -165,20 +170,34 @@ def test_a_deterministic_run_asks_torch_for_one_order_while_it_trains_on_the_dev
     assert asked == [False, True] and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_metrics_record_the_device_s_memory_and_budgets_are_refused(train: Train, tmp_path: Path) -> None:
-    dataset = problems.dataset("dense", 40, 10)
+def test_metrics_record_the_device_s_memory(train: Train) -> None:
     with pretended.device():
-        run = train(dataset, training={"epochs": 1, "device": "cuda"})
+        run = train(problems.dataset("dense", 40, 10), training={"epochs": 1, "device": "cuda"})
         entry = json.loads((run / "metrics.jsonl").read_text())
-        assert entry["peak_device_memory_bytes"] == torch.cuda.max_memory_allocated()
-        with pytest.raises(ConfigError, match=r"training\.device = cpu alone, found cuda; leave them out"):
-            train_into(
-                tmp_path / "budget",
-                dataset,
-                problems.config(training={"device": "cuda"}),
-                budget_bytes=1 << 32,
-            )
-    assert not (tmp_path / "budget").exists()
+        assert entry["peak_device_memory_bytes"] == torch.cuda.max_memory_allocated() > 0
+
+
+def test_a_budget_shrinks_settings_until_the_device_holds_them_and_can_be_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = problems.dataset("dense", 40, 10)
+    config = problems.config(
+        model={"width": 8192, "weight_init": "zero"},
+        training={"epochs": 1, "device": "cuda", "batch_size": 64},
+    )
+    asked: list[float] = []
+    with pretended.device():
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
+        budget = 72 << 20
+        made = train_into(tmp_path / "run", dataset, config, budget_bytes=budget, enforce=True)
+        with pytest.raises(ConfigError, match=r"must be at most the device's memory of 17,179,869,184 bytes"):
+            train_into(tmp_path / "large", dataset, config, budget_bytes=1 << 40, enforce=True)
+    assert asked == [budget / pretended.TOTAL_BYTES, 1.0]
+    changed = changes(config, made.config)
+    assert changed
+    problem, batches = made.prepared.problem, batches_of(made.prepared)
+    assert needed_bytes(device_plan(made.config, problem, batches)) <= budget
+    assert needed_bytes(device_plan(config, problem, batches)) > budget
 
 
 def test_memory_that_runs_out_on_the_device_says_what_to_lower(
@@ -190,9 +209,28 @@ def test_memory_that_runs_out_on_the_device_says_what_to_lower(
     at_step(3, run_out)
     with (
         pretended.device(),
-        pytest.raises(OutOfMemoryError, match=r"found: CUDA out of memory\. Tried .*; lower training.batch"),
+        pytest.raises(
+            OutOfMemoryError,
+            match=r"in phase data, found: CUDA out of memory\. Tried to allocate 20.00 GiB\.; this run "
+            r"could have 16,384.0 MiB; the plan says that it would fit: close other programs on the device",
+        ),
     ):
         train(problems.dataset("dense", 40, 10), training={"epochs": 1, "batch_size": 8, "device": "cuda"})
+
+
+def test_memory_that_a_budget_ends_names_the_settings_that_would_fit() -> None:
+    config = problems.config(training={"epochs": 1, "device": "cuda", "batch_size": 64})
+    problem, batches = prepare(problems.dataset("dense", 200, 10), config).problem, Batches(10, 32.0)
+    needed = needed_bytes(device_plan(config, problem, batches))
+    facts = Facts(config, problem, batches, 0, device_bytes=needed - 1)
+    with (
+        pretended.device(),
+        pytest.raises(
+            OutOfMemoryError, match=r"these settings would fit, in a new run: --set .*; nothing kept"
+        ),
+        explained(facts, lambda: "forward", lambda: "nothing kept"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 KiB.")
 
 
 def test_a_tensor_left_on_the_cpu_is_caught() -> None:

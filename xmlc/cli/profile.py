@@ -31,10 +31,16 @@ _SIZE = click.IntRange(1, _MOST)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
 )
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="training.device; a plan needs none.")
 @click.option("--measure", is_flag=True, help="Train a few steps, on generated data where no DATA is named.")
 @click.option("--check", is_flag=True, help="Measure; exit code 1 where plan and process differ too much.")
-@click.option("--budget", metavar="SIZE", help="Memory to fit settings into, e.g. 4GiB.")
+@click.option("--budget", metavar="SIZE", help="Memory, or a device's, to fit settings into, e.g. 4GiB.")
 @click.option("--enforce", is_flag=True, help="With --measure: make the budget a hard limit.")
+@click.option(
+    "--snapshot",
+    type=click.Path(path_type=Path),
+    help="With --measure on cuda: write what torch's allocator did, for pytorch.org/memory_viz.",
+)
 @click.option("--explain", is_flag=True, help="Show every tensor with its formula.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Also write a page with pictures here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -52,10 +58,12 @@ def command(
     recipe: bool,
     preset: str | None,
     overrides: tuple[str, ...],
+    device: str | None,
     measure: bool,
     check: bool,
     budget: str | None,
     enforce: bool,
+    snapshot: Path | None,
     explain: bool,
     page: Path | None,
     as_json: bool,
@@ -65,9 +73,9 @@ def command(
     from xmlc.reports import check_target, write_profile
     from xmlc.training import profiling
 
-    if page is not None:
-        check_target(page)
-
+    for target in (page, snapshot):
+        if target is not None:
+            check_target(target)
     source: str | profiling.Sizes
     if data is not None and labels is None:
         source = data
@@ -75,7 +83,12 @@ def command(
         source = profiling.Sizes(labels, dim, sparse_features, words, instances)
     else:
         raise click.UsageError("name DATA, or give --labels, and not both")
-    flags = {"model.fan_in": fan_in, "model.width": width, "training.batch_size": batch}
+    flags = {
+        "model.fan_in": fan_in,
+        "model.width": width,
+        "training.batch_size": batch,
+        "training.device": device,
+    }
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
     found = profiling.profile(
         source,
@@ -86,6 +99,7 @@ def command(
         measured=measure or check,
         budget=budget,
         enforce=enforce,
+        snapshot=snapshot,
     )
     if page is not None:
         write_profile(profiling.as_json(found, explain=True), page)

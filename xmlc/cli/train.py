@@ -25,7 +25,7 @@ from xmlc.config import PRESETS
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train: training.device.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its latest checkpoint.")
-@click.option("--budget", metavar="SIZE", help="Memory to fit settings into, e.g. 4GiB.")
+@click.option("--budget", metavar="SIZE", help="Memory, or a device's, to fit settings into, e.g. 4GiB.")
 @click.option("--enforce", is_flag=True, help="Make the budget a hard limit.")
 def command(
     data: str,

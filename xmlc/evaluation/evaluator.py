@@ -15,8 +15,6 @@ from xmlc.data.rows import CsrRows
 from xmlc.metrics import Report, evaluate, mask_pairs
 from xmlc.nn import Problem
 
-BATCH = 256
-
 Progress = Callable[[Iterable[Batch], int], Iterable[Batch]]
 
 

@@ -22,7 +22,6 @@ from xmlc.data.pretrained import encoder_fingerprint
 from xmlc.data.rows import CsrRows, TextColumn
 from xmlc.data.text import TextVectorizer
 from xmlc.errors import CheckpointError, ConfigError, DataError
-from xmlc.evaluation.evaluator import BATCH
 from xmlc.nn import EncodedTexts, Model, Problem, Similarity, TextEncoder, TwoTower, make_model, weight_shapes
 
 CHECKPOINTS = "checkpoints"
@@ -104,7 +103,8 @@ class Predictor:
         words = self.words_of(features.texts) if isinstance(features, EncodedTexts) else None
         scores = np.empty((rows, k), np.float32)
         labels = np.empty((rows, k), np.int64)
-        for batch in BatchStream(features, unlabelled, np.arange(rows), BATCH, 0, words=words).sequential():
+        size = self.model.config.training.evaluation_batch
+        for batch in BatchStream(features, unlabelled, np.arange(rows), size, 0, words=words).sequential():
             top_scores, top_labels = self.model.top_labels(batch, k)
             scores[batch.instances], labels[batch.instances] = top_scores.numpy(), top_labels.numpy()
         return scores, labels
@@ -158,8 +158,9 @@ class Predictor:
         column = self.of_texts(text_column(texts, "embed: texts"))
         found = [np.empty((0, model.embed_labels().shape[1]), np.float32)]
         with torch.no_grad():
-            for first in range(0, row_count(column), BATCH):
-                rows = np.arange(first, min(first + BATCH, row_count(column)))
+            size = model.config.training.evaluation_batch
+            for first in range(0, row_count(column), size):
+                rows = np.arange(first, min(first + size, row_count(column)))
                 found.append(model.embed(take(column, rows)).cpu().numpy())
         return np.concatenate(found)
 

@@ -14,7 +14,7 @@ from xmlc.data.batches import BatchStream, Column
 from xmlc.data.dataset import Features
 from xmlc.data.rows import Int64, TextColumn
 from xmlc.errors import ConfigError, DataError
-from xmlc.evaluation.evaluator import BATCH, Progress, Ranker, evaluate_model
+from xmlc.evaluation.evaluator import Progress, Ranker, evaluate_model
 from xmlc.evaluation.hybrid import Hybrid, best_weight, held_out, join
 from xmlc.evaluation.predict import Predictor, load
 from xmlc.metrics import inverse_propensity
@@ -174,7 +174,8 @@ def _stream(predictor: Predictor, dataset: Dataset, split: str, rows: Int64) -> 
         features = _features(predictor, chosen.texts, f"{dataset.fingerprint} {split}")
         words = predictor.words_of(chosen.texts)
     assert features is not None, "a data set without texts has features"
-    return BatchStream(features, chosen.labels, rows, BATCH, 0, words=words)
+    batch = predictor.model.config.training.evaluation_batch
+    return BatchStream(features, chosen.labels, rows, batch, 0, words=words)
 
 
 def _with_tower(

@@ -41,7 +41,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class EncoderMemory:
-    """Bytes of a transformer on the CPU."""
+    """Bytes of a transformer, traced on the CPU."""
 
     weights: int
     """Of those that do not lie in a mapped file, the encoder's own, from which nothing has changed them."""
@@ -56,6 +56,8 @@ class EncoderMemory:
     backward: Pass | None
     """After ``forward``, with the gradients of the weights."""
     evaluation: Pass | None
+    all: int = 0
+    """Of all weights and buffers: what the encoder takes on a device."""
 
     def forward_peak(self, texts: int) -> int:
         """Return the peak of the forward pass."""
@@ -80,9 +82,18 @@ def encoder_memory(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
     """Trace an encoder, which stays as it is.
 
     Args:
-        encoder: On the CPU.
+        encoder: On any device.
         tokens: Of the longest text.
     """
+    place = encoder.device
+    encoder.to("cpu")  # whose allocator is recorded; a device's passes are taken to be as large
+    try:
+        return _on_cpu(encoder, tokens)
+    finally:
+        encoder.to(place)
+
+
+def _on_cpu(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
     places = mapped_files()
 
     def is_mapped(tensor: Tensor) -> bool:
@@ -92,12 +103,13 @@ def encoder_memory(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
     weights = sum(each.nbytes for each in state if not is_mapped(each))
     mapped = sum(each.nbytes for each in encoder.parameters() if each.requires_grad and is_mapped(each))
     trained = sum(each.nbytes for each in encoder.parameters() if each.requires_grad)
+    whole = sum(each.nbytes for each in state)
     if not encoder.config.trained:
-        return EncoderMemory(weights, mapped, trained, tokens, None, None, None)
+        return EncoderMemory(weights, mapped, trained, tokens, None, None, None, whole)
     _trace(encoder, SMALL, tokens)  # what loads itself at first use
     small, large = (_trace(encoder, texts, tokens) for texts in (SMALL, LARGE))
-    passes = [_pass(*both) for both in zip(small, large, strict=True)]
-    return EncoderMemory(weights, mapped, trained, tokens, *passes)
+    forward, backward, evaluation = (_pass(*both) for both in zip(small, large, strict=True))
+    return EncoderMemory(weights, mapped, trained, tokens, forward, backward, evaluation, whole)
 
 
 def _pass(small: NDArray[np.int64], large: NDArray[np.int64]) -> Pass:

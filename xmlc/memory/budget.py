@@ -1,4 +1,7 @@
-"""Chooses settings that fit a budget of memory, or names the smallest budget that some would fit."""
+"""Chooses settings that fit a budget of memory, or names the smallest budget that some would fit.
+
+A budget is of the process's memory, or, where the run is on a CUDA device, of the device's.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from xmlc.config import Config, build_config
 from xmlc.errors import ConfigError
+from xmlc.memory.device import device_plan
 from xmlc.memory.plan import Batches, Plan, plan
 from xmlc.memory.tables import mebibytes
 from xmlc.nn.model import Problem
@@ -16,6 +20,10 @@ from xmlc.nn.model import Problem
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 8 << 20
 """What a plan may be wrong by; `xmlc profile --check` fails beyond it."""
 SMALLEST_BATCH, SMALLEST_WIDTH, SMALLEST_FAN_IN = 16, 2048, 8
+SMALLEST_BLOCK_BYTES = 1 << 20
+SEGMENT_BYTES = 22 << 20
+"""What torch's allocator may have of a device beyond what it hands out: it takes segments of 2 MiB for small
+tensors and of 20 MiB for larger ones, and one of each may be hardly used."""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -66,15 +74,22 @@ def parse_bytes(text: str) -> int:
 
 def needed_bytes(planned: Plan) -> int:
     """Return the budget that a plan needs, with what it may be wrong by."""
-    return int(planned.peak_bytes * (1.0 + MARGIN_SHARE)) + MARGIN_BYTES
+    segments = SEGMENT_BYTES if planned.place == "device" else 0
+    return int(planned.peak_bytes * (1.0 + MARGIN_SHARE)) + MARGIN_BYTES + segments
+
+
+def limited_plan(config: Config, problem: Problem, batches: Batches) -> Plan:
+    """Return the plan of what a budget limits: the process, or the device where the run is on one."""
+    return (device_plan if config.training.device == "cuda" else plan)(config, problem, batches)
 
 
 def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int) -> Fit:
     """Return the settings, changed as little as the bytes demand.
 
-    They shrink in a fixed order, each as far as it goes before the next: weights to bfloat16; the output
-    layer's optimizer state to bfloat16, then float8; Adam's moments of the output layer to one value for each
-    label; the batch (slower); the dense layers' Adam to SGD, which
+    They shrink in a fixed order, each as far as it goes before the next: the instances ranked at a time and
+    the blocks of dense layers (a little slower); weights to bfloat16; the output layer's optimizer state to
+    bfloat16, then float8; Adam's moments of the output layer to one value for each label; the batch (slower);
+    the dense layers' Adam to SGD, which
     wants a learning rate of its own; weights to float8; width, then fan-in (less accurate). What then turns
     out not to have been needed goes back, the last first.
 
@@ -83,13 +98,13 @@ def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int
     """
 
     def fits(candidate: Config) -> bool:
-        return needed_bytes(plan(candidate, problem, batches)) <= available_bytes
+        return needed_bytes(limited_plan(candidate, problem, batches)) <= available_bytes
 
     for candidate in _candidates(config):
         if fits(candidate):
             chosen = _grown(config, candidate, fits)
-            return Fit(chosen, plan(chosen, problem, batches), changes(config, chosen))
-    planned = plan(candidate, problem, batches)
+            return Fit(chosen, limited_plan(chosen, problem, batches), changes(config, chosen))
+    planned = limited_plan(candidate, problem, batches)
     shrunk = ", ".join(str(change) for change in changes(config, candidate)) or "no setting left to shrink"
     raise BudgetError(
         f"memory: the budget must leave at least {mebibytes(needed_bytes(planned))} for the run, the least "
@@ -113,7 +128,7 @@ def _disk_instead(config: Config, problem: Problem, batches: Batches) -> str:
     """Say what the smallest settings would need with the output layer on the disk, which is never chosen."""
     if (config.model.output, config.training.storage, config.training.device) != ("sparse", "memory", "cpu"):
         return ""
-    needed = needed_bytes(plan(_with(config, "training", "storage", "disk"), problem, batches))
+    needed = needed_bytes(limited_plan(_with(config, "training", "storage", "disk"), problem, batches))
     return f", or set training.storage = disk (slower), which would need {mebibytes(needed)}"
 
 
@@ -214,7 +229,19 @@ def _fewer_inputs(config: Config) -> Config | None:
     return _with(config, "model", "fan_in", fan_in)
 
 
+def _fewer_ranked_at_once(config: Config) -> Config | None:
+    size = config.training.evaluation_batch // 2
+    return _with(config, "training", "evaluation_batch", size) if size >= SMALLEST_BATCH else None
+
+
+def _smaller_blocks(config: Config) -> Config | None:
+    size = config.training.block_bytes // 2
+    return _with(config, "training", "block_bytes", size) if size >= SMALLEST_BLOCK_BYTES else None
+
+
 _SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
+    _fewer_ranked_at_once,
+    _smaller_blocks,
     _narrow_weights,
     _narrower_state,
     _one_moment_for_each_label,
@@ -225,6 +252,8 @@ _SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
     _fewer_inputs,
 )
 _ORDER = (
+    "training.evaluation_batch",
+    "training.block_bytes",
     "model.weight_dtype",
     "output_optimizer.state_dtype",
     "output_optimizer.kind",

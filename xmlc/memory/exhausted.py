@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from xmlc.config import Config
 from xmlc.errors import OutOfMemoryError
-from xmlc.memory.budget import BudgetError, fit
-from xmlc.memory.plan import PHASES, Batches, Phase, plan
-from xmlc.memory.process import usage
+from xmlc.memory.budget import BudgetError, fit, limited_plan, parse_bytes
+from xmlc.memory.plan import PHASES, Batches, Phase
+from xmlc.memory.process import device_bytes, usage
 from xmlc.memory.tables import mebibytes
 from xmlc.nn.model import Problem
 
+_TORCH_CUDA = re.compile(r"Tried to allocate ([0-9.]+ [KMG]?i?B)")
 _TORCH_CPU = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _NAMED = 0.02  # a planned tensor this close in size is the one that was asked for
 
@@ -30,6 +31,8 @@ class Facts:
     batches: Batches
     start_bytes: int
     """Of `Usage.data` before anything was loaded."""
+    device_bytes: int | None = None
+    """Of a CUDA device, where the run is held to so many."""
 
 
 @contextmanager
@@ -68,20 +71,29 @@ def ran_out(error: BaseException) -> bool:
 def _message(run: Facts, phase: str, text: str, limit: int) -> str:
     found = _TORCH_CPU.search(text)
     if found is None and "CUDA" in text:
-        return (
-            f"training: the device's memory must suffice in phase {phase}, found: {text.splitlines()[0]}; "
-            "lower training.batch_size, model.fan_in or model.width, or set model.weight_dtype = bfloat16 or "
-            "output_optimizer.kind = label_adam or sgd"
-        )
+        return _of_device(run, phase, text)
     if found is not None:
-        asked = f"{int(found[1]):,} bytes{_name(run, phase, int(found[1]))}"
+        name = _name(run, phase, int(found[1])) if run.config.training.device == "cpu" else ""
+        asked = f"{int(found[1]):,} bytes{name}"
     else:
         asked = text or "a block of native code"
     allowed = (usage().data if limit == resource.RLIM_INFINITY else limit) - run.start_bytes
-    advice = _advice(run, allowed, limited=limit != resource.RLIM_INFINITY)
+    advice = "the model is made in the process's memory before it goes to the device: close other programs"
+    if run.config.training.device == "cpu":
+        advice = _advice(run, allowed, limited=limit != resource.RLIM_INFINITY)
     return (
         f"training: memory must suffice for {asked} in phase {phase}, found none beyond the "
         f"{mebibytes(allowed)} that this run could have; {advice}"
+    )
+
+
+def _of_device(run: Facts, phase: str, text: str) -> str:
+    allowed = run.device_bytes or device_bytes()
+    asked = _TORCH_CUDA.search(text)
+    name = "" if asked is None else _name(run, phase, parse_bytes(asked[1]))  # rounded to two digits
+    return (
+        f"training: the device's memory must suffice in phase {phase}, found: {text.splitlines()[0]}{name}; "
+        f"this run could have {mebibytes(allowed)}; {_advice(run, allowed, limited=False)}"
     )
 
 
@@ -89,7 +101,7 @@ def _name(run: Facts, phase: str, asked: int) -> str:
     """Return the planned tensor of this size, in brackets."""
     if run.config.model.output == "two_tower":
         return ""
-    planned = plan(run.config, run.problem, run.batches)
+    planned = limited_plan(run.config, run.problem, run.batches)
     places: list[Phase] = [name for name in PHASES if name == phase] or list(PHASES)
     terms = [term for place in places for term in planned.terms(place)]
     near = [term for term in terms if abs(term.bytes - asked) <= _NAMED * asked]
@@ -111,6 +123,11 @@ def _advice(run: Facts, allowed: int, limited: bool) -> str:
             "the plan says that it would fit, but a hard limit counts address space, of which this process "
             f"has {mebibytes(now.data - now.anonymous)} untouched (stacks, buffers of libraries): raise the "
             "budget by as much at most, or do not enforce it"
+        )
+    if not fitting.changes and run.config.training.device == "cuda":
+        return (
+            "the plan says that it would fit: close other programs on the device, or see "
+            "xmlc profile --measure --snapshot"
         )
     if not fitting.changes:
         return "the plan says that it would fit: close other programs, or see xmlc profile --measure"

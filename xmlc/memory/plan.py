@@ -15,9 +15,8 @@ import torch
 
 from xmlc.config import Config
 from xmlc.errors import ConfigError
-from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
 from xmlc.memory.activations import EncoderMemory
-from xmlc.nn.dense import BLOCK_BYTES
+from xmlc.nn.dense import rows_of_block
 from xmlc.nn.model import ON_DISK, Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE, absent_state
 from xmlc.nn.similarity import INSTANCES_AT_ONCE
@@ -28,7 +27,14 @@ from xmlc.ops.top_labels import workspace_bytes as top_labels_bytes
 from xmlc.sparsity import index_dtype
 
 Phase = Literal[
-    "load", "forward", "output_step", "dense_update", "redistribution", "validation", "checkpoint"
+    "load",
+    "forward",
+    "output_step",
+    "backward",
+    "dense_update",
+    "redistribution",
+    "validation",
+    "checkpoint",
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Category = Literal["weights", "optimizer", "statistics", "batch", "workspace", "temporary"]
@@ -74,6 +80,7 @@ class Plan:
     added: dict[Phase, tuple[Term, ...]]
     mapped: tuple[Term, ...] = ()
     """What lies on the disk (``training.storage``): its pages come and go, and are not counted."""
+    place: Literal["process", "device"] = "process"
 
     def terms(self, phase: Phase) -> tuple[Term, ...]:
         """Return all that is held at the peak of a phase."""
@@ -104,34 +111,69 @@ def check_plannable(config: Config) -> None:
     """Check that the plan is of what will run.
 
     Raises:
-        ConfigError: It trains on a CUDA device, whose memory no plan knows, or has two towers.
+        ConfigError: It has two towers.
     """
     if config.model.output == "two_tower":
         raise ConfigError("memory: plans and budgets know no model.output = two_tower; leave them out")
-    if config.training.device != "cpu":
-        raise ConfigError(
-            f"memory: plans and budgets know training.device = cpu alone, found {config.training.device}; "
-            "leave them out, and see peak_device_memory_bytes in metrics.jsonl"
-        )
 
 
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
-    """Plan a run on the CPU. The problem's ``label_instances`` are not read: their number counts."""
-    sizes = _Sizes(config, problem, batches)
-    held = (*_weights(sizes), *_optimizer_state(sizes), *_statistics(sizes))
+    """Plan what the process of a run holds; what a CUDA device does, `memory.device` plans.
+
+    The problem's ``label_instances`` are not read: their number counts.
+    """
+    sizes = Sizes(config, problem, batches)
+    if config.training.device == "cuda":
+        return _beside_device(sizes)
+    held = held_throughout(sizes)
     mapped = tuple(filter(_may_be_mapped, held)) if config.training.storage == "disk" else ()
     return Plan(
         tuple(term for term in held if term not in mapped),
         {
             "load": tuple(_load(sizes)),
-            "forward": (*_forward(sizes, sizes.batch), *_encoder_forward(sizes)),
+            "forward": (*_forward(sizes, sizes.batch), *encoder_forward(sizes)),
             "output_step": tuple(_output_step(sizes)),
-            "dense_update": tuple(_dense_update(sizes)),
+            "backward": (*_forward(sizes, sizes.batch), *backward(sizes)),
+            "dense_update": (*_forward(sizes, sizes.batch), *dense_update(sizes)),
             "redistribution": tuple(_redistribution(sizes)),
             "validation": tuple(_validation(sizes)),
-            "checkpoint": (),
+            "checkpoint": tuple(checked_weights(sizes)),
         },
         mapped,
+    )
+
+
+def held_throughout(s: Sizes) -> tuple[Term, ...]:
+    """Return all that is held throughout, wherever it is."""
+    return (*_weights(s), *_optimizer_state(s), *_statistics(s))
+
+
+def moves(term: Term) -> bool:
+    """Return whether a term of `held_throughout` lies on the device where there is one."""
+    stays = term.category == "statistics" or term.name.startswith("output.direct.")
+    return term.name == "positive_weight" or not stays
+
+
+def _beside_device(s: Sizes) -> Plan:
+    """Plan what the process holds where the model is on a device.
+
+    All weights and the output layer's state are made here before they move.
+    """
+    held = held_throughout(s)
+    batch, evaluated = (tuple(_rows(s, size)) for size in (s.batch, s.evaluated))
+    nothing: tuple[Term, ...] = ()
+    return Plan(
+        tuple(term for term in held if not moves(term)),
+        {
+            "load": (*(term for term in held if moves(term) and term.at_load), *_load(s)),
+            "forward": batch,
+            "output_step": nothing,
+            "backward": nothing,
+            "dense_update": nothing,
+            "redistribution": nothing,
+            "validation": tuple(_largest([*evaluated, *_compared(s)], list(_deciles(s)))),
+            "checkpoint": (Term("a piece of a tensor on its way", "temporary", PIECE_BYTES, "16 MiB"),),
+        },
     )
 
 
@@ -139,7 +181,7 @@ def _may_be_mapped(term: Term) -> bool:
     return term.name in ON_DISK or term.name.startswith("output.state.")
 
 
-class _Sizes:
+class Sizes:
     """The numbers that the formulas speak of."""
 
     def __init__(self, config: Config, problem: Problem, batches: Batches) -> None:
@@ -148,7 +190,7 @@ class _Sizes:
         self.sparse = model.output == "sparse"
         self.label = problem.label_count
         self.batch = config.training.batch_size
-        self.evaluated = min(EVALUATION_BATCH, max(batches.instances, 1))
+        self.evaluated = min(config.training.evaluation_batch, max(batches.instances, 1))
         self.hidden = problem.feature_count if problem.dense_features else model.hidden
         self.width = {"sparse": model.width, "bottleneck": model.bottleneck, "dense": 0}[model.output]
         self.input = self.width or self.hidden
@@ -158,37 +200,45 @@ class _Sizes:
         self.weight_dtype: torch.dtype = getattr(torch, model.weight_dtype)
 
     def layer(self) -> dict[str, Any]:
+        """Return the output layer as the ops take one that does not exist yet."""
         model = self.config.model
         return checks.absent_layer(self.label, model.fan_in, self.input, model.group_size, self.weight_dtype)
 
     def threads_for(self, multiply_adds: int) -> int:
+        """Return the threads of a call on the CPU."""
         return 1 if multiply_adds < 1 << 20 else self.threads
 
+    def block(self, rows: int, columns: int) -> int:
+        """Return the rows of a block of a `BlockedLinear`."""
+        return min(rows, rows_of_block(columns, self.config.training.block_bytes))
+
     def itemsize(self, name: str) -> int:
+        """Return the bytes of an element of a weight."""
         if name == "output.indices":
             return index_dtype(self.input).itemsize
         return self.weight_dtype.itemsize if name == "output.weight" and self.sparse else 4
 
 
-def _of_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, str]:
+def of_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, str]:
+    """Return the bytes of a tensor, and their formula."""
     return math.prod(shape) * itemsize, " * ".join(f"{size:,}" for size in (*shape, itemsize))
 
 
-def _weights(s: _Sizes) -> Iterator[Term]:
+def _weights(s: Sizes) -> Iterator[Term]:
     if s.encoder is not None:
         yield Term("encoder", "weights", s.encoder.weights, "weights and buffers that lie in no mapped file")
         yield Term("encoder once trained", "weights", s.encoder.mapped, "weights that do, and change", False)
     for name, shape in s.shapes.items():
-        yield Term(name, "weights", *_of_shape(shape, s.itemsize(name)))
+        yield Term(name, "weights", *of_shape(shape, s.itemsize(name)))
 
 
-def _optimizer_state(s: _Sizes) -> Iterator[Term]:
+def _optimizer_state(s: Sizes) -> Iterator[Term]:
     copies = {"sgd": 0, "momentum": 1, "adam": 2}
     dense = [name for name in s.shapes if name.startswith(("encoder.", "penultimate."))]
     output = ["output.weight", "output.bias"] if not s.sparse else []
     for names, kind in ((dense, s.config.dense_optimizer.kind), (output, s.config.output_optimizer.kind)):
         for name in names:
-            size, formula = _of_shape(s.shapes[name], 4)
+            size, formula = of_shape(s.shapes[name], 4)
             if copies[kind]:
                 yield Term(
                     f"{kind} of {name}",
@@ -206,65 +256,78 @@ def _optimizer_state(s: _Sizes) -> Iterator[Term]:
     optimizer = s.config.output_optimizer
     state = absent_state(optimizer.kind, s.label, s.config.model.fan_in, optimizer.state_dtype)
     for name, tensor in state.tensors().items():
-        shape = tuple(tensor.shape)
-        yield Term(f"output.state.{name}", "optimizer", *_of_shape(shape, tensor.itemsize))
+        yield Term(f"output.state.{name}", "optimizer", *of_shape(tuple(tensor.shape), tensor.itemsize))
     if s.config.model.direct_fan_in:
         shape = s.shapes["output.direct.weight"]
         if s.config.output_optimizer.kind == "adam":
-            size, formula = _of_shape(shape, 4)
+            size, formula = of_shape(shape, 4)
             yield Term("output.direct.state", "optimizer", 2 * size, f"2 * {formula}", False)
-        yield Term("direct connections by feature", "statistics", *_of_shape(shape, 4), False)
-        size, formula = _of_shape(shape, 4)
+        yield Term("direct connections by feature", "statistics", *of_shape(shape, 4), False)
+        size, formula = of_shape(shape, 4)
         yield Term("direct connections at the start", "statistics", 2 * size, f"2 * {formula}")
 
 
-def _statistics(s: _Sizes) -> Iterator[Term]:
-    yield Term("label_instances", "statistics", *_of_shape((s.label,), 8))
-    size, formula = _of_shape((s.problem.instances,), 8)
+def _statistics(s: Sizes) -> Iterator[Term]:
+    yield Term("label_instances", "statistics", *of_shape((s.label,), 8))
+    size, formula = of_shape((s.problem.instances,), 8)
     yield Term("rows of the instances, and their order", "statistics", 2 * size, f"2 * {formula}")
-    yield Term("inverse_propensity", "statistics", *_of_shape((s.label,), 8), at_load=_weighted(s))
+    yield Term("inverse_propensity", "statistics", *of_shape((s.label,), 8), at_load=_weighted(s))
     if _weighted(s) or s.config.loss.positive_weight != 1.0:
-        yield Term("positive_weight", "statistics", *_of_shape((s.label,), 4))
+        yield Term("positive_weight", "statistics", *of_shape((s.label,), 4))
     similarity, problem, batches = s.config.similarity, s.problem, s.batches
     if similarity.text_weight > 0.0:  # as long as the instances' texts, for want of better knowledge
         entries = round(s.label * batches.words)
-        yield Term("similarity.texts", "statistics", *_of_shape((entries,), 8))
+        yield Term("similarity.texts", "statistics", *of_shape((entries,), 8))
     if similarity.neighbour_weight > 0.0:
         entries = round(problem.instances * batches.words)
-        yield Term("similarity.instances", "statistics", *_of_shape((entries,), 8))
+        yield Term("similarity.instances", "statistics", *of_shape((entries,), 8))
         entries = round(problem.instances * batches.positives)
-        yield Term("similarity.labels", "statistics", *_of_shape((entries,), 4))
+        yield Term("similarity.labels", "statistics", *of_shape((entries,), 4))
 
 
-def _weighted(s: _Sizes) -> bool:
+def _weighted(s: Sizes) -> bool:
     return s.config.loss.positive_weight_propensity
 
 
-def _load(s: _Sizes) -> Iterator[Term]:
+def _load(s: Sizes) -> Iterator[Term]:
     if s.sparse and s.config.model.weight_init != "zero":
         rows = min(LABELS_DRAWN_AT_ONCE, s.label)
-        yield Term("block of drawn weights", "temporary", *_of_shape((rows, s.config.model.fan_in), 4))
+        yield Term("block of drawn weights", "temporary", *of_shape((rows, s.config.model.fan_in), 4))
 
 
-def _forward(s: _Sizes, batch: int) -> Iterator[Term]:
-    yield Term("hidden", "batch", *_of_shape((batch, s.hidden), 4))
-    if s.width:
-        yield Term("features", "batch", *_of_shape((s.width, batch), 4))
+def _forward(s: Sizes, batch: int) -> Iterator[Term]:
+    yield from features(s, batch)
     if not s.problem.dense_features:
         entries = round(batch * s.batches.words)
-        yield Term("words of the batch", "batch", *_of_shape((entries,), 40))
+        yield Term("words of the batch", "batch", *of_shape((entries,), 40))
 
 
-def _narrow_features(s: _Sizes, batch: int) -> Iterator[Term]:
+def features(s: Sizes, batch: int) -> Iterator[Term]:
+    """Yield what the layers before the output give it, and what they have it from."""
+    yield Term("hidden", "batch", *of_shape((batch, s.hidden), 4))
+    if s.width:
+        yield Term("features", "batch", *of_shape((s.width, batch), 4))
+
+
+def _rows(s: Sizes, batch: int) -> Iterator[Term]:
+    """Yield a batch on its way to the device."""
+    if s.problem.dense_features and s.encoder is None:
+        yield Term("rows of the batch", "batch", *of_shape((batch, s.hidden), 4))
+    if not s.problem.dense_features:
+        entries = round(batch * s.batches.words)
+        yield Term("words of the batch", "batch", *of_shape((entries,), 40))
+
+
+def _narrow_features(s: Sizes, batch: int) -> Iterator[Term]:
     if s.config.model.feature_dtype == "bfloat16":  # which the CPU's kernels take widened
-        yield Term("features in bfloat16, and widened", "temporary", *_of_shape((s.input, batch), 6))
+        yield Term("features in bfloat16, and widened", "temporary", *of_shape((s.input, batch), 6))
 
 
-def _output_step(s: _Sizes) -> Iterator[Term]:
+def _output_step(s: Sizes) -> Iterator[Term]:
     yield from _forward(s, s.batch)
     if s.encoder is not None and s.encoder.trained:
-        yield Term("activations of the encoder", "batch", s.encoder.kept(s.batch), _ASKED)
-    yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
+        yield Term("activations of the encoder", "batch", s.encoder.kept(s.batch), ASKED)
+    yield Term("gradient of the features", "batch", *of_shape((s.input, s.batch), 4))
     if s.sparse:
         yield from _narrow_features(s, s.batch)
         pairs = round(s.batch * s.batches.positives)
@@ -279,71 +342,77 @@ def _output_step(s: _Sizes) -> Iterator[Term]:
         )
         yield Term("workspace of fused_step", "workspace", size, "asked of the op")
     else:
-        yield _logits(s, s.batch, _LOSS_BYTES)
+        yield logits(s, s.batch, LOSS_BYTES)
 
 
-_LOSS_BYTES = 37
+LOSS_BYTES = 37
 """Of a logit of the dense output: nine floats and a flag, of autograd through the loss."""
 _SORT_BYTES = 32
+PIECE_BYTES = 16 << 20
+"""Of what a checkpoint copies at a time."""
+CHECKED_AT_ONCE = 1 << 20
+"""Of float8 weights, which are widened to look for what is not finite."""
 """Of a logit of the dense output while it is ranked: copies, order and labels."""
 
 
-_ASKED = "asked of the encoder"
+ASKED = "asked of the encoder"
 
 
-def _encoder_forward(s: _Sizes) -> Iterator[Term]:
+def encoder_forward(s: Sizes) -> Iterator[Term]:
+    """Yield what a trained encoder takes beside its weights."""
     if s.encoder is not None and s.encoder.trained:
-        yield Term("forward pass of the encoder", "batch", s.encoder.forward_peak(s.batch), _ASKED)
+        yield Term("forward pass of the encoder", "batch", s.encoder.forward_peak(s.batch), ASKED)
 
 
-def _logits(s: _Sizes, batch: int, logit_bytes: int) -> Term:
-    return Term("logits of a block", "temporary", *_of_shape((_block(s.label, s.input), batch), logit_bytes))
+def logits(s: Sizes, batch: int, logit_bytes: int) -> Term:
+    """Return a block of the dense output's logits, and what is made of it."""
+    shape = (s.block(s.label, s.input), batch)
+    return Term("logits of a block", "temporary", *of_shape(shape, logit_bytes))
 
 
-def _block(rows: int, columns: int) -> int:
-    """Return the rows of a block of a `BlockedLinear`."""
-    return min(rows, max(1, BLOCK_BYTES // (4 * columns)))
-
-
-def _dense_update(s: _Sizes) -> Iterator[Term]:
-    yield from _forward(s, s.batch)
-    yield Term("gradient of the features", "batch", *_of_shape((s.input, s.batch), 4))
+def backward(s: Sizes) -> Iterator[Term]:
+    """Yield what the way back to the encoder's weights takes besides `features`."""
+    yield Term("gradient of the features", "batch", *of_shape((s.input, s.batch), 4))
     if s.width:
-        yield Term("gradient of hidden", "batch", *_of_shape((s.batch, s.hidden), 4))
-    yield from _dense_gradients(s)
+        yield Term("gradient of hidden", "batch", *of_shape((s.batch, s.hidden), 4))
+    if s.encoder is not None and s.encoder.trained:
+        yield Term("backward pass of the encoder", "batch", s.encoder.backward_peak(s.batch), ASKED)
     if not s.problem.dense_features:
-        size, formula = _of_shape((round(s.batch * s.batches.words), s.hidden), 4)
-        yield Term(
-            "gradient of the embedding",
-            "temporary",
-            EMBEDDING_COPIES * size,
-            f"{EMBEDDING_COPIES} * {formula}",
-        )
+        yield _embedding_gradient(s, 2)  # of hidden, scaled by the product that autograd goes back through
 
 
-def _dense_gradients(s: _Sizes) -> Iterator[Term]:
-    """Yield a trained encoder's pass, or its gradients beside a block of the penultimate layer's."""
-    block = (_block(s.width, s.hidden), s.hidden)
-    penultimate = Term("gradient of a block of penultimate", "temporary", *_of_shape(block, 4))
-    blocks = (penultimate,) if s.width and s.problem.dense_features else ()
-    if s.encoder is None or not s.encoder.trained:
-        yield from blocks
-        return
-    peak = s.encoder.backward_peak(s.batch)
-    if peak > s.encoder.trained + sum(term.bytes for term in blocks):
-        yield Term("backward pass of the encoder", "batch", peak, _ASKED)
-    else:
+def dense_update(s: Sizes) -> Iterator[Term]:
+    """Yield what the update of penultimate layer and encoder takes besides `features`."""
+    yield Term("gradient of the features", "batch", *of_shape((s.input, s.batch), 4))
+    if s.encoder is not None and s.encoder.trained:
         yield Term("gradients of the encoder", "temporary", s.encoder.trained, "of its trained weights")
+    block = (s.block(s.width, s.hidden), s.hidden)
+    blocks = [Term("gradient of a block of penultimate", "temporary", *of_shape(block, 4))] if s.width else []
+    if s.problem.dense_features:
         yield from blocks
+    else:  # the embedding's gradient is there before, and its update comes after
+        yield from _largest([*blocks, _embedding_gradient(s, 1)], [_embedding_gradient(s, EMBEDDING_COPIES)])
 
 
-def _redistribution(s: _Sizes) -> Iterator[Term]:
+def _embedding_gradient(s: Sizes, copies: int) -> Term:
+    size, formula = of_shape((round(s.batch * s.batches.words), s.hidden), 4)
+    return Term("gradient of the embedding", "temporary", copies * size, f"{copies} * {formula}")
+
+
+def checked_weights(s: Sizes) -> Iterator[Term]:
+    """Yield what it takes to see that a model may be saved."""
+    if s.sparse and s.weight_dtype.itemsize == 1:
+        checked = min(CHECKED_AT_ONCE, s.label * s.config.model.fan_in)
+        yield Term("weights in float8, widened", "temporary", *of_shape((checked,), 4))
+
+
+def _redistribution(s: Sizes) -> Iterator[Term]:
     if s.sparse:
         size = redistribute_bytes(s.layer(), s.threads_for(8 * s.label * s.config.model.fan_in))
         yield Term("workspace of redistribute", "workspace", size, "asked of the op")
 
 
-def _validation(s: _Sizes) -> Iterator[Term]:
+def _validation(s: Sizes) -> Iterator[Term]:
     ranking = list(_forward(s, s.evaluated))
     if s.sparse:
         ranking += _narrow_features(s, s.evaluated)
@@ -352,21 +421,38 @@ def _validation(s: _Sizes) -> Iterator[Term]:
         )
         ranking.append(Term("workspace of top_labels", "workspace", size, "asked of the op"))
     else:
-        sorted_at_once = min(LOGITS_SORTED_AT_ONCE, _block(s.label, s.input) * s.evaluated)
-        blocks_held = 2 if _block(s.label, s.input) < s.label else 1  # one goes when the next has come
-        ranking.append(_logits(s, s.evaluated, 4 * blocks_held))
-        ranking.append(Term("sorting", "temporary", *_of_shape((sorted_at_once,), _SORT_BYTES)))
+        ranking += ranked_logits(s)
+    ranking += _compared(s)
+    others = [*_deciles(s)]
+    if s.encoder is not None:
+        embedding = s.encoder.evaluation_peak(s.evaluated)
+        others.append(Term("embedding texts", "batch", embedding, ASKED))
+    yield from _largest(ranking, *([other] for other in others))
+
+
+def _largest(*alternatives: list[Term]) -> list[Term]:
+    """Return those of the terms that take the most together."""
+    return max(alternatives, key=lambda terms: sum(term.bytes for term in terms))
+
+
+def ranked_logits(s: Sizes) -> Iterator[Term]:
+    """Yield what the dense output takes to rank its labels."""
+    block = s.block(s.label, s.input)
+    blocks_held = 2 if block < s.label else 1  # one goes when the next has come
+    yield logits(s, s.evaluated, 4 * blocks_held)
+    sorted_at_once = min(LOGITS_SORTED_AT_ONCE, block * s.evaluated)
+    yield Term("sorting", "temporary", *of_shape((sorted_at_once,), _SORT_BYTES))
+
+
+def _deciles(s: Sizes) -> Iterator[Term]:
+    yield Term("label deciles", "statistics", *of_shape((s.label,), STATISTICS_BYTES))
+
+
+def _compared(s: Sizes) -> Iterator[Term]:
     similarity = s.config.similarity
     compared = s.label * (similarity.text_weight > 0.0) + s.problem.instances * (
         similarity.neighbour_weight > 0.0
     )
     if compared:
         shape = (s.threads, INSTANCES_AT_ONCE, compared)
-        ranking.append(Term("products with all texts, at most", "temporary", *_of_shape(shape, 8)))
-    others = [Term("label deciles", "statistics", *_of_shape((s.label,), STATISTICS_BYTES))]
-    if s.encoder is not None:
-        embedding = s.encoder.evaluation_peak(s.evaluated)
-        others.append(Term("embedding texts", "batch", embedding, _ASKED))
-    yield from max(
-        ranking, *([other] for other in others), key=lambda terms: sum(term.bytes for term in terms)
-    )
+        yield Term("products with all texts, at most", "temporary", *of_shape(shape, 8))

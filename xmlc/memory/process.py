@@ -134,6 +134,33 @@ def hard_limit(budget_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+@contextmanager
+def device_limit(budget_bytes: int) -> Iterator[None]:
+    """Let torch's allocator take at most so many bytes of the CUDA device; the next allocation then fails.
+
+    It counts what the allocator has from the driver, also where no tensor is in it; not the CUDA context.
+
+    Raises:
+        ConfigError: The device has less.
+    """
+    total = device_bytes()
+    if budget_bytes > total:
+        raise ConfigError(
+            f"memory: a budget that is enforced must be at most the device's memory of {total:,} bytes, "
+            f"found {budget_bytes:,}; lower it"
+        )
+    torch.cuda.set_per_process_memory_fraction(budget_bytes / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def device_bytes() -> int:
+    """Return the memory of the CUDA device."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
 _LARGEST_STACK = 8 << 20  # what Linux gives a thread unless told otherwise
 LARGE_BYTES = 1 << 20
 LARGE_BYTES_OF_ENCODER = 1 << 17

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from xmlc.parallel import ALONE, Workers
 
 BLOCK_BYTES = 16 << 20
+"""Of a block, unless told otherwise (``training.block_bytes``)."""
 
 
 class BlockOptimizer(Protocol):
@@ -24,6 +25,11 @@ class BlockOptimizer(Protocol):
 
     def step(self) -> object:
         """Update every parameter that has a gradient."""
+
+
+def rows_of_block(columns: int, block_bytes: int) -> int:
+    """Return how many rows of float32 a block has."""
+    return max(1, block_bytes // (4 * columns))
 
 
 class Block:
@@ -48,11 +54,12 @@ class Block:
 class BlockedLinear:
     """``weight @ x + bias[:, None]`` for x [column, batch]: batch innermost, as the native ops take it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, block_bytes: int = BLOCK_BYTES) -> None:
         self.weight = weight  # [row, column] float32
         self.bias = bias  # [row] float32
+        self.block_bytes = block_bytes
         rows, columns = weight.shape
-        step = max(1, BLOCK_BYTES // (4 * columns))
+        step = rows_of_block(columns, block_bytes)
         self.blocks = [
             Block(slice(first, min(first + step, rows)), weight, bias) for first in range(0, rows, step)
         ]
@@ -63,7 +70,7 @@ class BlockedLinear:
 
     def move(self, device: torch.device) -> None:
         """Move the weights to a device; optimizers are made after that."""
-        BlockedLinear.__init__(self, self.weight.to(device), self.bias.to(device))
+        BlockedLinear.__init__(self, self.weight.to(device), self.bias.to(device), self.block_bytes)
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield the blocks' weights and biases."""

@@ -179,8 +179,9 @@ class Model:
         self.encoder = make_encoder(config, problem, transformer, generator)
         hidden = self.encoder.hidden
         width = _width(config)
+        block_bytes = config.training.block_bytes
         self.penultimate = (
-            PenultimateLayer(hidden, width, model.penultimate_init, generator) if width else None
+            PenultimateLayer(hidden, width, model.penultimate_init, generator, block_bytes) if width else None
         )
         bias = _initial_bias(config, problem)
         weight = _positive_weight(config, problem)
@@ -209,7 +210,7 @@ class Model:
             self.output = part if own is None else LabelParallelOutput(part, own)
         else:
             self.output = DenseOutput(
-                problem.label_count, width or hidden, config.loss, bias, weight, generator
+                problem.label_count, width or hidden, config.loss, bias, weight, generator, block_bytes
             )
 
     def move(self, device: torch.device) -> None:

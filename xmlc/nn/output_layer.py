@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, RedistributionConfig, StateDtype
 from xmlc.data.rows import CsrRows, Float32, Int64
-from xmlc.nn.dense import Block, BlockedLinear, BlockOptimizer
+from xmlc.nn.dense import BLOCK_BYTES, Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
 from xmlc.nn.scratch import Zeros, in_memory
 from xmlc.ops import (
@@ -392,13 +392,14 @@ class DenseOutput:
         bias: Tensor,
         positive_weight: Tensor | None,
         generator: torch.Generator,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.label = label
         self.loss = loss
         self.positive_weight = positive_weight
         bound = 1.0 / math.sqrt(input)
         self.linear = BlockedLinear(
-            torch.empty(label, input).uniform_(-bound, bound, generator=generator), bias
+            torch.empty(label, input).uniform_(-bound, bound, generator=generator), bias, block_bytes
         )
         self.block_optimizer: BlockOptimizer | None = None  # set by training
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from xmlc.nn.dense import BlockedLinear, BlockOptimizer
+from xmlc.nn.dense import BLOCK_BYTES, BlockedLinear, BlockOptimizer
 from xmlc.parallel import ALONE, Workers
 
 
@@ -16,7 +16,12 @@ class PenultimateLayer:
     """``relu(weight @ hidden.T + bias[:, None])``: [batch, hidden] -> features [input, batch]."""
 
     def __init__(
-        self, hidden: int, width: int, init: Literal["he", "glorot"], generator: torch.Generator
+        self,
+        hidden: int,
+        width: int,
+        init: Literal["he", "glorot"],
+        generator: torch.Generator,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         weight = torch.empty(width, hidden)
         if init == "he":  # He et al. 2015: hidden of unit variance gives features of unit second moment
@@ -24,7 +29,7 @@ class PenultimateLayer:
         else:
             bound = math.sqrt(6.0 / (hidden + width))
             weight.uniform_(-bound, bound, generator=generator)
-        self.linear = BlockedLinear(weight, torch.zeros(width))
+        self.linear = BlockedLinear(weight, torch.zeros(width), block_bytes)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the features [input, batch] of hidden [batch, hidden]."""

@@ -15,7 +15,7 @@ ABSENT = "-"
 CURVES = ("P@1", "P@5", "PSP@1", "PSP@5")
 TABLED = ("P@1", "P@3", "P@5", "PSP@1", "PSP@3", "PSP@5")
 SHARES, RATIOS = ("P@1", "P@5"), ("PSP@5", "coverage@5")  # of deciles: add up over them, do not
-PHASE_NAMES = {"output_step": "output step", "dense_update": "backward, update"}
+PHASE_NAMES = {"output_step": "output step", "dense_update": "dense update"}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from xmlc.config import Config
 from xmlc.data.batches import Batch
 from xmlc.data.rows import CsrRows, TokenRows
 from xmlc.errors import ConfigError
+from xmlc.memory.plan import CHECKED_AT_ONCE
 
 LARGE_FEATURE = 1e3
 
@@ -52,7 +53,7 @@ def check_weights(tensors: Mapping[str, Tensor]) -> None:
 
 def _bounds(tensor: Tensor) -> tuple[float, float]:
     """Return the least and the largest value, or NaN; torch compares no float8, whose pieces it can widen."""
-    pieces = tensor.flatten().split(1 << 22) if tensor.itemsize == 1 else (tensor,)
+    pieces = tensor.flatten().split(CHECKED_AT_ONCE) if tensor.itemsize == 1 else (tensor,)
     bounds = [torch.aminmax(piece.float() if piece.itemsize == 1 else piece) for piece in pieces]
     return float(torch.stack([low for low, _ in bounds]).min()), float(
         torch.stack([high for _, high in bounds]).max()

@@ -15,8 +15,9 @@ import torch
 from xmlc import native
 from xmlc.config import Config, EncoderConfig
 from xmlc.data import Dataset
-from xmlc.evaluation.evaluator import BATCH as EVALUATION_BATCH
+from xmlc.files import replacing, writing
 from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE
+from xmlc.memory.device import CUBLAS, device_plan
 from xmlc.memory.generated import generated_dataset
 from xmlc.memory.plan import PHASES, Phase, Plan, plan
 from xmlc.memory.process import (
@@ -37,6 +38,8 @@ from xmlc.training.trainer import Trainer
 ROUNDS = 2
 """Of steps, redistribution, validation and checkpoint: what the first leaves is there in the second."""
 STEPS = 2  # of a round
+SNAPSHOT_ENTRIES = 100_000
+"""Calls of the device's allocator that a snapshot holds, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class PhaseMemory:
     """By torch's allocator: tensors and workspaces, no NumPy array."""
     process: int
     """Anonymous resident memory."""
+    scratch: int
+    """Of it, or of the device, the largest workspace of a native op."""
+    device_planned: int = 0
+    """On the CUDA device, where the run is on one; without what a run before it had left there."""
+    device: int = 0
+    """By torch's allocator of the device."""
 
     @property
     def residual(self) -> int:
@@ -56,9 +65,15 @@ class PhaseMemory:
         return self.process - self.planned
 
     @property
+    def device_residual(self) -> int:
+        """What the device's tensors took more than planned."""
+        return self.device - self.device_planned
+
+    @property
     def within(self) -> bool:
-        """Whether plan and process agree within 5 % and 8 MiB."""
-        return abs(self.residual) <= MARGIN_SHARE * self.planned + MARGIN_BYTES
+        """Whether plan and measurement agree within 5 % and 8 MiB, in the process and on the device."""
+        pairs = ((self.residual, self.planned), (self.device_residual, self.device_planned))
+        return all(abs(residual) <= MARGIN_SHARE * planned + MARGIN_BYTES for residual, planned in pairs)
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,8 @@ class Span:
     seconds: float
     tracked: int
     process: int
+    scratch: int
+    device: int
 
 
 @dataclass(frozen=True)
@@ -78,21 +95,35 @@ class Measured:
     """A measured run."""
 
     plan: Plan
+    device_plan: Plan | None
+    """Where the run is on a CUDA device."""
     phases: tuple[PhaseMemory, ...]
     before_bytes: int
     """Anonymous memory of the process before the run: Python, torch, this package."""
     timeline: tuple[Span, ...]
 
 
-class MemoryWatch(phases.Stopwatch):
-    """A stopwatch that notes the peak of anonymous memory in each phase as well."""
+@dataclass(frozen=True)
+class _Seen:
+    """A pass through a phase: start and end in nanoseconds, and peaks in bytes."""
 
-    def __init__(self, watch: PeakWatch) -> None:
+    phase: str
+    start: int
+    end: int
+    process: int
+    scratch: int
+    device: int
+
+
+class MemoryWatch(phases.Stopwatch):
+    """A stopwatch that notes the peaks of memory in each phase as well."""
+
+    def __init__(self, watch: PeakWatch, device: str) -> None:
         super().__init__()
         self.watch = watch
-        self.peaks: dict[str, int] = {}
-        self.spans: list[tuple[str, int, int, int]] = []
-        """Phase, start and end in nanoseconds, and the peak, in order."""
+        self.on_device = device == "cuda"
+        self.spans: list[_Seen] = []
+        """In order."""
 
     @contextmanager
     def phase(self, name: phases.Phase) -> Iterator[None]:
@@ -102,26 +133,32 @@ class MemoryWatch(phases.Stopwatch):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note the peak of the body as the phase's, if it is the highest so far."""
+        """Note the peaks of the body."""
         self.watch.take()
+        native.take_largest_workspace()
+        if self.on_device:
+            torch.cuda.reset_peak_memory_stats()
         started = now()
         try:
             yield
         finally:
-            ended, peak = now(), self.watch.take()
-            self.spans.append((name, started, ended, peak))
-            self.peaks[name] = max(self.peaks.get(name, 0), peak)
+            ended, peak, scratch = now(), self.watch.take(), native.take_largest_workspace()
+            device = torch.cuda.max_memory_allocated() if self.on_device else 0
+            self.spans.append(_Seen(name, started, ended, peak, scratch, device))
 
 
 def batches_to_measure(config: Config) -> tuple[int, int]:
     """Return how many instances to train on, and to validate on, `measure` makes use of."""
-    return (ROUNDS * STEPS + 1) * config.training.batch_size, EVALUATION_BATCH
+    return (ROUNDS * STEPS + 1) * config.training.batch_size, config.training.evaluation_batch
 
 
-def measure(dataset: Dataset, config: Config, encoder: Path | None = None) -> Measured:
+def measure(
+    dataset: Dataset, config: Config, encoder: Path | None = None, snapshot: Path | None = None
+) -> Measured:
     """Train a few steps of a data set, redistribute, validate, write a checkpoint, twice; nothing is kept.
 
-    ``encoder`` is the folder of the transformer, where the config asks for one.
+    ``encoder`` is the folder of the transformer, where the config asks for one. Into ``snapshot`` goes what
+    torch's allocator of the CUDA device did, for pytorch.org/memory_viz.
 
     A tiny run goes before, so that libraries that load themselves at first use are not taken for the run's.
     """
@@ -145,9 +182,24 @@ def measure(dataset: Dataset, config: Config, encoder: Path | None = None) -> Me
     with native.kernel_threads(threads):
         _run(generated_dataset(64, 16, words, 600), small)
         if not config.encoder.trained:
-            return _run(dataset, config, encoder)
+            with nullcontext() if snapshot is None else _recorded(snapshot):
+                return _run(dataset, config, encoder)
         # To record every operation of a transformer takes memory: the process is measured without.
-        return _with_tracked(_run(dataset, config, encoder, recorded=False), _run(dataset, config, encoder))
+        measured = _run(dataset, config, encoder, recorded=False)
+        with nullcontext() if snapshot is None else _recorded(snapshot):
+            return _with_tracked(measured, _run(dataset, config, encoder))
+
+
+@contextmanager
+def _recorded(snapshot: Path) -> Iterator[None]:
+    """Record the device's allocator in the body, and write what it did."""
+    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+    try:
+        yield
+        with writing(snapshot), replacing(snapshot) as file:
+            torch.cuda.memory._dump_snapshot(str(file))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _with_tracked(process: Measured, recorded: Measured) -> Measured:
@@ -163,13 +215,15 @@ def _with_tracked(process: Measured, recorded: Measured) -> Measured:
 
 def _run(dataset: Dataset, config: Config, encoder: Path | None = None, recorded: bool = True) -> Measured:
     gc.collect()
+    on_device = config.training.device == "cuda"
+    device_before = torch.cuda.memory_allocated() if on_device else 0
     with (
         tracked() if recorded else nullcontext(lambda: NOTHING) as course,
         PeakWatch() as watch,
         tempfile.TemporaryDirectory(prefix="xmlc-profile-") as folder,
     ):
         before = usage().anonymous
-        memory = MemoryWatch(watch)
+        memory = MemoryWatch(watch, config.training.device)
         with memory.span("load"):
             prepared = prepare(dataset, config, encoder=encoder)
             trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)
@@ -183,32 +237,41 @@ def _run(dataset: Dataset, config: Config, encoder: Path | None = None, recorded
                 trainer.validate()
             trainer.save()
         del trainer, batches
-    planned = plan(config, prepared.problem, batches_of(prepared, traced=True))
-    timeline = _timeline(course(), memory, before)
-    peaks = {phase: max((s.tracked for s in timeline if s.phase == phase), default=0) for phase in PHASES}
-    return Measured(
-        planned,
-        tuple(
-            PhaseMemory(phase, planned.bytes(phase), peaks[phase], memory.peaks[phase] - before)
-            for phase in PHASES
-            if phase in memory.peaks
-        ),
-        before,
-        timeline,
-    )
+    sizes = batches_of(prepared, traced=True)
+    planned = plan(config, prepared.problem, sizes)
+    on_it = device_plan(config, prepared.problem, sizes) if on_device else None
+    timeline = _timeline(course(), memory, before, device_before)
+    return Measured(planned, on_it, tuple(_by_phase(timeline, planned, on_it)), before, timeline)
 
 
-def _timeline(course: Course, memory: MemoryWatch, before_bytes: int) -> tuple[Span, ...]:
-    """Return the peaks of every span, by torch's allocator and of the process."""
-    origin = memory.spans[0][1]
+def _by_phase(timeline: tuple[Span, ...], planned: Plan, on_device: Plan | None) -> Iterator[PhaseMemory]:
+    """Yield the highest peaks of each phase beside what was planned."""
+    if on_device is not None:  # cuBLAS has had its own since the small run
+        on_device = replace(on_device, held=tuple(term for term in on_device.held if term.name != CUBLAS))
+    for phase in PHASES:
+        passes = [span for span in timeline if span.phase == phase]
+        if passes:
+            tracked_peak, process, scratch, device = (
+                max(getattr(span, name) for span in passes)
+                for name in ("tracked", "process", "scratch", "device")
+            )
+            expected = 0 if on_device is None else on_device.bytes(phase)
+            yield PhaseMemory(phase, planned.bytes(phase), tracked_peak, process, scratch, expected, device)
+
+
+def _timeline(course: Course, memory: MemoryWatch, before_bytes: int, device_before: int) -> tuple[Span, ...]:
+    """Return the peaks of every span, beyond what was held before the run."""
+    origin = memory.spans[0].start
     return tuple(
         Span(
-            name,
-            (start - origin) / 1e9,
-            (end - start) / 1e9,
-            course.peak(start, end),
-            peak - before_bytes,
+            seen.phase,
+            (seen.start - origin) / 1e9,
+            (seen.end - seen.start) / 1e9,
+            course.peak(seen.start, seen.end),
+            seen.process - before_bytes,
+            seen.scratch,
+            seen.device - device_before,
         )
-        for name, start, end, peak in memory.spans
-        if name in PHASES  # "data" reads mapped files
+        for seen in memory.spans
+        if seen.phase in PHASES  # "data" reads mapped files
     )

@@ -11,7 +11,8 @@ Phase = Literal[
     "data",  # cutting the next batch from the data set
     "forward",  # encoder and penultimate layer
     "output_step",  # logits, loss, gradients and update of the output layer
-    "dense_update",  # backward pass and update of penultimate layer and encoder
+    "backward",  # backward pass through penultimate layer and encoder
+    "dense_update",  # update of both, with the penultimate layer's weight gradient block by block
     "redistribution",
     "validation",
     "checkpoint",

@@ -18,7 +18,6 @@ from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows
 from xmlc.data.text import TextVectorizer
 from xmlc.data.tokens import open_tokens
 from xmlc.errors import ConfigError, DataError
-from xmlc.evaluation.evaluator import BATCH
 from xmlc.memory.activations import encoder_memory
 from xmlc.memory.plan import Batches
 from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
@@ -126,12 +125,14 @@ def prepare(
             none = CsrRows.empty(own.rows, own.columns)
             skipped = concatenate_rows([skipped, none], dataset.label_count)
         train_rows = np.concatenate([train_rows, split.instances + documents])
-    validation = BatchStream(features, labels, validation_rows, BATCH, training.seed, words=words)
+    validation = BatchStream(
+        features, labels, validation_rows, training.evaluation_batch, training.seed, words=words
+    )
     validation_filter = None if split.filter_pairs is None else split.filter_pairs.take(validation_rows)
     if training.paper_protocol:
         if dataset.test is None or inputs.test is None:
             raise DataError(f"{dataset.name}: the paper protocol chooses on the test set, found none")
-        validation = whole(inputs.test, dataset.test.labels, inputs.test_words)
+        validation = whole(inputs.test, dataset.test.labels, inputs.test_words, training.evaluation_batch)
         validation_filter = dataset.test.filter_pairs
     return Prepared(
         problem=Problem(
@@ -400,6 +401,6 @@ def _described(features: Features | None) -> str:
     return f"{kind} ones of {feature_columns(features)} columns"
 
 
-def whole(features: Features | Column, labels: CsrRows, words: CsrRows | None) -> BatchStream:
+def whole(features: Features | Column, labels: CsrRows, words: CsrRows | None, batch: int) -> BatchStream:
     """Return a stream over all instances of a split, for evaluation."""
-    return BatchStream(features, labels, np.arange(labels.rows), BATCH, seed=0, words=words)
+    return BatchStream(features, labels, np.arange(labels.rows), batch, seed=0, words=words)

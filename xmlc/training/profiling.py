@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from xmlc import native
 from xmlc.config import Config, load_config
 from xmlc.data import Dataset, open_dataset
 from xmlc.data.card import recipe_of
 from xmlc.data.pretrained import locate_encoder
 from xmlc.errors import ConfigError
 from xmlc.memory.budget import Fit, fit, needed_bytes, parse_bytes
+from xmlc.memory.device import device_plan
 from xmlc.memory.generated import POSITIVES, generated_dataset
 from xmlc.memory.plan import PHASES, Batches, Plan, check_plannable, plan
-from xmlc.memory.process import hard_limit, usage
+from xmlc.memory.process import device_limit, hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
 from xmlc.nn import Problem
 from xmlc.training.measure import Measured, batches_to_measure, measure
@@ -45,9 +47,17 @@ class Profile:
 
     config: Config
     plan: Plan
+    """Of the process."""
+    device_plan: Plan | None
+    """Of the CUDA device, where the run is on one."""
     fitted: Fit | None
     available_bytes: int | None
     measured: Measured | None
+
+    @property
+    def limited(self) -> Plan:
+        """The plan of what a budget limits."""
+        return self.device_plan or self.plan
 
     @property
     def within(self) -> bool:
@@ -65,6 +75,7 @@ def profile(
     measured: bool = False,
     budget: str | None = None,
     enforce: bool = False,
+    snapshot: Path | None = None,
 ) -> Profile:
     """Plan the memory of a run, fit it into a budget, and measure real steps of it.
 
@@ -75,8 +86,10 @@ def profile(
         recipe: Start from the data set's committed recipe.
         overrides: ``section.key=value`` strings on top.
         measured: Train a few steps.
-        budget: Memory that the process may have; settings are made smaller until their plan fits.
+        budget: Memory that the process may have, or of a CUDA device torch; settings are made smaller until
+            their plan fits.
         enforce: Make the budget a hard limit while steps are measured.
+        snapshot: Also write what torch's allocator of the device did, for pytorch.org/memory_viz.
 
     Raises:
         ConfigError: Settings contradict each other, or nothing fits the budget.
@@ -91,9 +104,19 @@ def profile(
         source = recipe_of(dataset.source, dataset.name)
     settings = load_config(source, overrides, preset or "default")
     check_plannable(settings)
+    on_device = settings.training.device == "cuda"
+    if snapshot is not None and not (on_device and measured):
+        raise ConfigError(
+            "profile: --snapshot needs --measure and --device cuda, whose allocator torch can record, found "
+            f"{'no --measure' if on_device else f'training.device = {settings.training.device}'}"
+        )
+    if on_device and measured:
+        native.require_cuda()
     if dataset is not None:
         import_libraries(dataset, settings)
-    available = None if budget is None else parse_bytes(budget) - usage().anonymous
+    available = None
+    if budget is not None:
+        available = parse_bytes(budget) - (0 if on_device else usage().anonymous)
     encoder = locate_encoder(settings.encoder) if settings.encoder.kind == "transformer" else None
     if isinstance(data, Sizes):
         if encoder is not None:
@@ -101,7 +124,7 @@ def profile(
         problem, batches = _problem(data), _batches(data)
     else:
         assert dataset is not None, "opened above"
-        prepared = prepare(dataset, settings, encoder=encoder)
+        prepared = prepare(dataset, _on_cpu(settings), encoder=encoder)  # a plan needs no device
         problem, batches = prepared.problem, batches_of(prepared, traced=True)
         del prepared  # a measured run makes its own
     fitted = None if available is None else fit(settings, problem, batches, available)
@@ -111,10 +134,17 @@ def profile(
         if isinstance(data, Sizes):
             dataset, settings = _generated(data, settings)
         assert dataset is not None, "opened or generated"
-        with hard_limit(available) if enforce and available is not None else nullcontext():
-            found = measure(dataset, settings, encoder)
-    planned = plan(settings, problem, batches) if found is None else found.plan
-    return Profile(settings, planned, fitted, available, found)
+        limit = device_limit if on_device else hard_limit
+        with limit(available) if enforce and available is not None else nullcontext():
+            found = measure(dataset, settings, encoder, snapshot)
+    if found is not None:
+        return Profile(settings, found.plan, found.device_plan, fitted, available, found)
+    on_it = device_plan(settings, problem, batches) if on_device else None
+    return Profile(settings, plan(settings, problem, batches), on_it, fitted, available, None)
+
+
+def _on_cpu(config: Config) -> Config:
+    return config.model_copy(update={"training": config.training.model_copy(update={"device": "cpu"})})
 
 
 def _problem(sizes: Sizes) -> Problem:
@@ -151,24 +181,24 @@ def _generated(sizes: Sizes, config: Config) -> tuple[Dataset, Config]:
 def as_json(found: Profile, explain: bool) -> dict[str, Any]:
     """Return a profile as JSON values."""
     planned = found.plan
-    result: dict[str, Any] = {
-        "peak_bytes": planned.peak_bytes,
-        "peak_phase": planned.peak_phase,
-        "needed_bytes": needed_bytes(planned),
-        "binding": asdict(planned.binding),
-        "phases": {phase: planned.bytes(phase) for phase in PHASES},
-        "disk_bytes": sum(term.bytes for term in planned.mapped),
-        "settings": found.config.model_dump(mode="json"),
-    }
+    result: dict[str, Any] = _plan_json(planned, explain)
+    result["disk_bytes"] = sum(term.bytes for term in planned.mapped)
+    result["settings"] = found.config.model_dump(mode="json")
+    if found.device_plan is not None:
+        result["device"] = _plan_json(found.device_plan, explain)
     if explain:
-        result["terms"] = {phase: [asdict(term) for term in planned.terms(phase)] for phase in PHASES}
         result["disk_terms"] = [asdict(term) for term in planned.mapped]
     if found.fitted is not None:
         result["available_bytes"] = found.available_bytes
         result["changes"] = [asdict(change) for change in found.fitted.changes]
     if found.measured is not None:
         result["measured"] = [
-            asdict(phase) | {"residual": phase.residual, "within": phase.within}
+            asdict(phase)
+            | {
+                "residual": phase.residual,
+                "device_residual": phase.device_residual,
+                "within": phase.within,
+            }
             for phase in found.measured.phases
         ]
         result["timeline"] = [asdict(span) for span in found.measured.timeline]
@@ -177,27 +207,47 @@ def as_json(found: Profile, explain: bool) -> dict[str, Any]:
     return result
 
 
+def _plan_json(planned: Plan, explain: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "peak_bytes": planned.peak_bytes,
+        "peak_phase": planned.peak_phase,
+        "needed_bytes": needed_bytes(planned),
+        "binding": asdict(planned.binding),
+        "phases": {phase: planned.bytes(phase) for phase in PHASES},
+    }
+    if explain:
+        result["terms"] = {phase: [asdict(term) for term in planned.terms(phase)] for phase in PHASES}
+    return result
+
+
 def as_text(found: Profile, explain: bool) -> str:
     """Return a profile as tables for people."""
     lines = [plan_table(found.plan, explain)]
+    if found.device_plan is not None:
+        lines = ["in the process", *lines, "", "on the device", plan_table(found.device_plan, explain)]
     if found.fitted is not None:
         assert found.available_bytes is not None, "it was fitted to them"
+        left = "that the budget leaves beside Python and torch"
+        if found.device_plan is not None:
+            left = "of the device that the budget gives to torch"
         lines.append(
-            f"fits: {mebibytes(needed_bytes(found.plan))} with what the plan may be wrong by, of the "
-            f"{mebibytes(found.available_bytes)} that the budget leaves beside Python and torch"
+            f"fits: {mebibytes(needed_bytes(found.limited))} with what the plan may be wrong by, of the "
+            f"{mebibytes(found.available_bytes)} {left}"
         )
         lines += [f"    {change}" for change in found.fitted.changes]
     if found.measured is not None:
-        lines += ["", f"{'phase':16}" + "".join(f"{name:>14}" for name in _COLUMNS)]
+        columns = _COLUMNS if found.device_plan is None else (*_COLUMNS, *_DEVICE_COLUMNS)
+        lines += ["", f"{'phase':16}" + "".join(f"{name.replace('_', ' '):>16}" for name in columns)]
         for phase in found.measured.phases:
-            values = (phase.planned, phase.tracked, phase.process, phase.residual)
+            values = [getattr(phase, name) for name in columns]
             lines.append(
                 f"{phase.phase:16}"
-                + "".join(f"{mebibytes(value):>14}" for value in values)
+                + "".join(f"{mebibytes(value):>16}" for value in values)
                 + ("" if phase.within else "  beyond 5 % + 8 MiB")
             )
         lines.append(f"beside {mebibytes(found.measured.before_bytes)} of Python, torch and this package")
     return "\n".join(lines)
 
 
-_COLUMNS = ("planned", "tracked", "process", "residual")
+_COLUMNS = ("planned", "tracked", "scratch", "process", "residual")
+_DEVICE_COLUMNS = ("device_planned", "device", "device_residual")

@@ -32,7 +32,7 @@ def training_step(
 
     The output layer updates itself inside the fused step and hands back the gradient of its input; the
     layers before it then follow, the penultimate layer block by block. ``step`` counts from 1 and, with the
-    seed, decides all randomness of the step. The time goes to three phases of the stopwatch.
+    seed, decides all randomness of the step. The time goes to four phases of the stopwatch.
     """
     with stopwatch.phase("forward"):
         generator = step_generator(model.config.training.seed, step, workers.rank)
@@ -42,21 +42,20 @@ def training_step(
             direct = model.direct_features(batch, generator)  # [batch, feature] or None
     with stopwatch.phase("output_step"):
         loss, gradient = model.output.step(features, batch.labels, output_rate, step, direct, batch.skipped)
+    with stopwatch.phase("backward"):
+        gradient = _backward(model, hidden, features, gradient)
     with stopwatch.phase("dense_update"):
-        _dense_update(model, hidden, features, gradient, optimizers, clip_norm, workers)
+        _dense_update(model, hidden, gradient, optimizers, clip_norm, workers)
     return loss
 
 
-def _dense_update(
+def _backward(
     model: Model,
     hidden: Tensor,  # [batch, hidden], autograd
     features: Tensor,  # [input, batch]
     gradient: Tensor,  # of the features, [input, batch]; changed in place
-    optimizers: Optimizers,
-    clip_norm: float,
-    workers: Workers,
-) -> None:
-    """Take the gradient of the features back through penultimate layer and encoder, and update both."""
+) -> Tensor:
+    """Take the gradient of the features back to the encoder's weights; return the pre-activations'."""
     with torch.no_grad():
         if model.penultimate is None:
             hidden_gradient = gradient.T
@@ -67,6 +66,18 @@ def _dense_update(
         # As hidden.backward(hidden_gradient), bit by bit; but for a gradient that it is given torch imports
         # symbolic shapes, 35 MB that nothing uses.
         (hidden * hidden_gradient).sum().backward()
+    return gradient
+
+
+def _dense_update(
+    model: Model,
+    hidden: Tensor,  # [batch, hidden]
+    gradient: Tensor,  # of the pre-activations, [input, batch]; changed in place
+    optimizers: Optimizers,
+    clip_norm: float,
+    workers: Workers,
+) -> None:
+    """Update penultimate layer and encoder."""
     with torch.no_grad():
         _sum_encoder_gradients(model, workers)
         if clip_norm > 0.0:

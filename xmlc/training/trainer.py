@@ -32,6 +32,7 @@ from xmlc.memory.plan import Batches, check_plannable
 from xmlc.memory.process import (
     LARGE_BYTES,
     LARGE_BYTES_OF_ENCODER,
+    device_limit,
     hard_limit,
     return_free_blocks,
     return_large_blocks,
@@ -416,7 +417,8 @@ class Trainer:
             DivergedError: A weight is not finite; nothing is written.
             CheckpointError: The disk refuses.
         """
-        self._check_weights()
+        with self.stopwatch.phase("checkpoint"):
+            self._check_weights()
         position = self.position
         name = f"step-{position.step:010d}"
         model = self.model
@@ -621,8 +623,9 @@ def train_into(
         config: Settings; with a budget, those to start from (`xmlc.memory.budget.fit`).
         resume: Go on from the latest checkpoint; a budget then changes nothing, it is only checked.
         cache: Folder of the stores.
-        budget_bytes: Anonymous memory that the whole process may have; None plans nothing.
-        enforce: Make the budget a hard limit (`hard_limit`).
+        budget_bytes: Anonymous memory that the whole process may have, or, on a CUDA device, memory of the
+            device that torch may have; None plans nothing.
+        enforce: Make the budget a hard limit (`hard_limit`, `device_limit`).
         workers: Who trains together; rank 0 writes the folder, which all must see.
 
     Raises:
@@ -655,13 +658,16 @@ def train_into(
             encoder = run.encoder if resume else locate_encoder(config.encoder)
         prepared, limit = prepare(dataset, config, cache, encoder), budget_bytes
         batches = batches_of(prepared, traced=limit is not None)
+        on_device = config.training.device == "cuda"
         if limit is not None:
-            limit -= start.anonymous
+            limit -= 0 if on_device else start.anonymous
             config, prepared = _fitted(config, prepared, batches, limit, run, resume)
-        facts = Facts(config, prepared.problem, batches, start.data)
+        enforced = limit if enforce else None
+        facts = Facts(config, prepared.problem, batches, start.data, enforced if on_device else None)
+        make_limit = device_limit if on_device else hard_limit
         running: list[Stopwatch] = []  # of the trainer, once it trains
         with (
-            hard_limit(limit) if limit is not None and enforce else nullcontext(),
+            nullcontext() if enforced is None else make_limit(enforced),
             explained(facts, lambda: _place(running), lambda: _kept(run)),
         ):
             trainer = Trainer(dataset, config, run, prepared, workers)
@@ -746,8 +752,12 @@ def _fitted(
     )
     for change in fitting.changes:
         progress.say(f"{run.path}: to fit the budget, {change}")
-    batch_size = fitting.config.training.batch_size
-    return fitting.config, replace(prepared, train=replace(prepared.train, batch_size=batch_size))
+    training = fitting.config.training
+    return fitting.config, replace(
+        prepared,
+        train=replace(prepared.train, batch_size=training.batch_size),
+        validation=replace(prepared.validation, batch_size=training.evaluation_batch),
+    )
 
 
 def _place(running: list[Stopwatch]) -> str:

@@ -49,8 +49,9 @@ def two_tower_step(
     with stopwatch.phase("output_step"):
         loss = model.loss(queries, keys, pool.positives, pool.ignored)
         loss.backward()
-    with stopwatch.phase("dense_update"):
+    with stopwatch.phase("backward"):
         cache.backward()
+    with stopwatch.phase("dense_update"):
         if clip_norm > 0.0:
             gradients = [each.grad for each in optimizers.parameters() if each.grad is not None]
             factor = (clip_norm / (gradient_square(gradients).sqrt() + 1e-12)).clamp(max=1.0)
