@@ -1,6 +1,17 @@
 """What the workers of a torch.distributed group do together."""
 
+from xmlc.parallel.loco import LoCo, loco_hook
 from xmlc.parallel.shares import LabelShares, OwnLabels, deal_labels, gather_compressed
 from xmlc.parallel.workers import ALONE, Workers, joined
 
-__all__ = ["ALONE", "LabelShares", "OwnLabels", "Workers", "deal_labels", "gather_compressed", "joined"]
+__all__ = [
+    "ALONE",
+    "LabelShares",
+    "LoCo",
+    "OwnLabels",
+    "Workers",
+    "deal_labels",
+    "gather_compressed",
+    "joined",
+    "loco_hook",
+]

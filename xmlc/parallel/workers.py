@@ -57,6 +57,14 @@ class Workers:
         self._call("reduce_scatter", distributed.reduce_scatter, own, parts)
         return own[: lengths[self.rank]]
 
+    def exchange_rows(self, rows: Tensor) -> Tensor:
+        """Send row r to worker r, and return the rows that they sent, by rank: [worker, …] both."""
+        if self.size == 1:
+            return rows
+        received = torch.empty_like(rows)
+        self._call("all_to_all", distributed.all_to_all_single, received, rows.contiguous())
+        return received
+
     def sum(self, values: Tensor) -> Tensor:
         """Add values of all workers, in place."""
         if self.size > 1:
