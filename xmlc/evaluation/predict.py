@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xmlc import native
 from xmlc.checkpoint import CheckpointFolder, CheckpointReader
-from xmlc.config import Config, OptimizerConfig, build_config
+from xmlc.config import Config, OutputOptimizerConfig, build_config
 from xmlc.data.batches import BatchStream, Column, take
 from xmlc.data.dataset import Features, check_dense, row_count, text_column
 from xmlc.data.pretrained import encoder_fingerprint
@@ -376,7 +376,7 @@ def restore(path: Path) -> Predictor:
 
 def _without_state(config: Config) -> Config:
     """Return the settings of the same weights under an optimizer of the output layer that keeps no state."""
-    return config.model_copy(update={"output_optimizer": OptimizerConfig(kind="sgd")})
+    return config.model_copy(update={"output_optimizer": OutputOptimizerConfig(kind="sgd")})
 
 
 def _text_encoder(path: Path, config: Config, fingerprint: object) -> TextEncoder | None:
