@@ -304,8 +304,9 @@ class MultiPositive(nn.Module):
         keys: Tensor,
         positives: RaggedLabels,
         ignored: RaggedLabels | None = None,
+        workers: Workers | None = None,
     ) -> Tensor:
-        """Return the loss []; see `multi_positive_loss`."""
+        """Return the loss []; see `multi_positive_loss`. ``workers`` stand in place of the group's."""
         return multi_positive_loss(
             queries,
             keys,
@@ -316,5 +317,5 @@ class MultiPositive(nn.Module):
             bias=self.bias,
             layout=self.layout,
             tile=self.tile,
-            workers=Workers(self.group, alone=not self.gather_across_devices),
+            workers=workers or Workers(self.group, alone=not self.gather_across_devices),
         )

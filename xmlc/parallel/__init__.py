@@ -1,7 +1,7 @@
 """What the workers of a torch.distributed group do together."""
 
 from xmlc.parallel.loco import LoCo, loco_hook
-from xmlc.parallel.shares import LabelShares, OwnLabels, deal_labels, gather_compressed
+from xmlc.parallel.shares import LabelShares, OwnLabels, as_bytes, deal_labels, gather_compressed
 from xmlc.parallel.workers import ALONE, Workers, joined
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "LoCo",
     "OwnLabels",
     "Workers",
+    "as_bytes",
     "deal_labels",
     "gather_compressed",
     "joined",

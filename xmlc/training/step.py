@@ -9,7 +9,6 @@ from torch import Tensor
 
 from xmlc.data.batches import Batch
 from xmlc.nn import Model
-from xmlc.nn.encoder import BagOfWords
 from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
@@ -79,7 +78,7 @@ def _dense_update(
 ) -> None:
     """Update penultimate layer and encoder."""
     with torch.no_grad():
-        _sum_encoder_gradients(model, workers)
+        sum_gradients([each for each in model.encoder.parameters() if each.requires_grad], workers)
         if clip_norm > 0.0:
             factor = _clip_factor(model, hidden, gradient, clip_norm, workers)
             gradient *= factor
@@ -95,23 +94,30 @@ def step_generator(seed: int, step: int, rank: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step + (rank << 40)) % (1 << 63))
 
 
-def _sum_encoder_gradients(model: Model, workers: Workers) -> None:
-    """Give every worker the sum of all workers' gradients; one without instances brings zeros."""
-    if workers.size == 1:
+def sum_gradients(parameters: list[Tensor], workers: Workers, scale: float = 1.0) -> None:
+    """Give every worker the sum of all workers' gradients, times a factor; who has none brings zeros.
+
+    Those of embeddings are sparse, by rows; all others dense.
+    """
+    if workers.size == 1 or not parameters:
         return
-    trained = [each for each in model.encoder.parameters() if each.requires_grad]
-    if isinstance(model.encoder, BagOfWords):
-        (embedding,) = trained
-        if embedding.grad is None:
-            none = torch.empty(1, 0, dtype=torch.int64, device=embedding.device)
-            values = embedding.new_empty(0, embedding.shape[1])
-            embedding.grad = torch.sparse_coo_tensor(none, values, embedding.shape, check_invariants=False)
-        embedding.grad = workers.sum_sparse(embedding.grad)
-        return
-    for each in trained:
-        if each.grad is None:
-            each.grad = torch.zeros_like(each)
-    workers.sum_gradients([each.grad for each in trained if each.grad is not None])
+    own = [0 if each.grad is None else 1 + int(each.grad.is_sparse) for each in parameters]
+    kinds = workers.max(torch.tensor(own, device=parameters[0].device)).tolist()
+    dense = []
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        if kind == 2:
+            gradient = parameter.grad
+            if gradient is None:
+                none = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+                values = parameter.new_empty(0, parameter.shape[1])
+                gradient = torch.sparse_coo_tensor(none, values, parameter.shape, check_invariants=False)
+            parameter.grad = workers.sum_sparse(gradient) * scale
+        elif kind == 1:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dense.append(parameter.grad)
+    workers.sum_gradients(dense)
+    for gradient in dense:
+        gradient.mul_(scale)
 
 
 def _encoder_gradients(model: Model) -> list[Tensor]:

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from xmlc.config import Config, TrainingConfig
 from xmlc.data import Batch, Dataset
 from xmlc.data.pretrained import locate_encoder
 from xmlc.data.rows import CsrRows
-from xmlc.errors import CheckpointError, ConfigError, XmlcError
+from xmlc.errors import CheckpointError, ConfigError, WorkerError, XmlcError
 from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
@@ -43,7 +44,7 @@ from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
 from xmlc.nn.label_parallel import LabelParallelOutput, check_shareable
 from xmlc.nn.output_layer import SparseOutput, normalised
-from xmlc.parallel import ALONE, Workers
+from xmlc.parallel import ALONE, Workers, as_bytes
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
@@ -246,7 +247,7 @@ class Trainer:
         model, optimizers = self.model, self.optimizers
         rest = (position.step, config.training.clip_norm, self.stopwatch)
         if isinstance(model, TwoTower):
-            loss = float(two_tower_step(model, batch, optimizers, *rest))
+            loss = float(two_tower_step(model, batch, optimizers, *rest, self.workers))
         else:
             loss = float(training_step(model, batch, optimizers, output_rate, *rest, self.workers))
         self._check_loss(loss, batch, factor)
@@ -299,6 +300,26 @@ class Trainer:
         flag = torch.tensor(int(found is not None), device=self.config.training.device)
         if int(self.workers.max(flag)):
             raise found or DivergedError("the weights must stay finite, found others in another worker")
+
+    def _check_copies(self) -> None:
+        """Check that what every worker has whole is the same on all, to the last bit.
+
+        Raises:
+            WorkerError: It is not.
+        """
+        if self.workers.size == 1:
+            return
+        checksum = 0
+        for name, tensor in self.model.tensors().items():
+            if not name.startswith("output."):  # shared out
+                checksum = crc32(as_bytes(tensor.reshape(-1)).cpu().numpy(), checksum)
+        checksums = self.workers.gather_sizes(checksum, device=torch.device(self.config.training.device))
+        if any(each != checksums[0] for each in checksums):
+            raise WorkerError(
+                "training: what is not shared out must be the same on all workers, found different weights "
+                f"at step {self.position.step}; go on from the latest checkpoint with --resume, on machines "
+                "of one kind"
+            )
 
     def _diverged(self, error: DivergedError, cause: str) -> DivergedError:
         path = self.folder.checkpoints.latest()
@@ -415,10 +436,12 @@ class Trainer:
 
         Raises:
             DivergedError: A weight is not finite; nothing is written.
+            WorkerError: The workers have drifted apart; nothing is written.
             CheckpointError: The disk refuses.
         """
         with self.stopwatch.phase("checkpoint"):
             self._check_weights()
+            self._check_copies()
         position = self.position
         name = f"step-{position.step:010d}"
         model = self.model
@@ -699,9 +722,12 @@ def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None
         ConfigError: They cannot.
     """
     where = f"train: {workers.size} workers"
-    if config.model.output != "sparse":
-        raise ConfigError(f"{where} need model.output = sparse, found {config.model.output}; train alone")
-    check_shareable(config.loss)
+    if config.model.output not in ("sparse", "two_tower"):
+        raise ConfigError(
+            f"{where} need model.output = sparse or two_tower, found {config.model.output}; train alone"
+        )
+    if config.model.output == "sparse":
+        check_shareable(config.loss)
     if config.training.batch_size < workers.size:
         raise ConfigError(
             f"{where} share out each batch, found training.batch_size = {config.training.batch_size}; "

@@ -15,9 +15,10 @@ from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows, offsets_
 from xmlc.losses import GradientCache, LabelPool, label_pool
 from xmlc.nn import TwoTower
 from xmlc.nn.nearest import nearest
+from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
-from xmlc.training.step import gradient_square, step_generator
+from xmlc.training.step import gradient_square, step_generator, sum_gradients
 
 _SAMPLES = 2**63
 """Added to a step it is the second key word of its draws; orders of epochs count from 0."""
@@ -32,8 +33,12 @@ def two_tower_step(
     step: int,
     clip_norm: float,
     stopwatch: Stopwatch,
+    workers: Workers = ALONE,
 ) -> Tensor:
     """Update encoder and projection from one batch and return the loss [].
+
+    Each of several ``workers`` gives its part of the batch, draws from its labels, and embeds its part of the
+    pool; all take the same step, from the gradients of the whole batch's loss.
 
     ``step`` counts from 1 and, with the seed, decides what is drawn and dropped. With ``mini_batch_size`` the
     gradients are those of one graph over the same mini-batches.
@@ -41,17 +46,18 @@ def two_tower_step(
     assert model.texts is not None, "given by who has the texts"
     settings = model.config.two_tower
     with stopwatch.phase("forward"):
-        pool = pool_of(model, batch, step)
+        pool = pool_of(model, batch, step, workers)
         cache = GradientCache(settings.mini_batch_size) if settings.mini_batch_size else _Graph()
-        seed = step_generator(model.config.training.seed, step).initial_seed()
+        seed = step_generator(model.config.training.seed, step, workers.rank).initial_seed()
         queries = _embedded(cache, model, batch.features, seed, side=0)
         keys = _embedded(cache, model, model.texts.take(pool.own.numpy()), seed, side=1)
     with stopwatch.phase("output_step"):
-        loss = model.loss(queries, keys, pool.positives, pool.ignored)
+        loss = model.loss(queries, keys, pool.positives, pool.ignored, workers)
         loss.backward()
     with stopwatch.phase("backward"):
         cache.backward()
     with stopwatch.phase("dense_update"):
+        sum_gradients(list(optimizers.parameters()), workers, 1.0 / workers.size)
         if clip_norm > 0.0:
             gradients = [each.grad for each in optimizers.parameters() if each.grad is not None]
             factor = (clip_norm / (gradient_square(gradients).sqrt() + 1e-12)).clamp(max=1.0)
@@ -62,18 +68,20 @@ def two_tower_step(
     return loss.detach()
 
 
-def pool_of(model: TwoTower, batch: Batch, step: int) -> LabelPool:
-    """Draw the labels of a step: positives, negatives that were mined, and any."""
+def pool_of(model: TwoTower, batch: Batch, step: int, workers: Workers = ALONE) -> LabelPool:
+    """Draw the labels of a step: positives, negatives that were mined, and any, of these a worker's part."""
     settings, labels = model.config.two_tower, model.problem.label_count
-    key = np.array([model.config.training.seed, _SAMPLES + step], np.uint64)
+    key = np.array([model.config.training.seed, _SAMPLES + step + (workers.rank << 40)], np.uint64)
+    of_any = [settings.random_negatives * each // workers.size for each in (workers.rank, workers.rank + 1)]
     generator = np.random.Generator(np.random.Philox(key=key))
     drawn = [
         _draw(batch.labels, settings.positives, generator),
-        generator.integers(labels, size=settings.random_negatives),
+        generator.integers(labels, size=of_any[1] - of_any[0]),
     ]
     if batch.negatives is not None:
         drawn.append(_draw(batch.negatives, settings.mined_negatives, generator))
-    return label_pool(np.concatenate(drawn), batch.labels, labels, ignored=batch.skipped)
+    device = model.config.training.device
+    return label_pool(np.concatenate(drawn), batch.labels, labels, workers, device, batch.skipped)
 
 
 def _draw(rows: CsrRows, most: int, generator: np.random.Generator) -> Int64:
@@ -128,7 +136,8 @@ class _Graph:
 
     def backward(self) -> None:
         for graph, leaf in self._graphs:
-            graph.backward(leaf.grad)
+            if graph.requires_grad:  # not of a worker without instances
+                graph.backward(leaf.grad)
 
 
 @torch.no_grad()
