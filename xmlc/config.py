@@ -361,7 +361,7 @@ class TrainingConfig(Section):
     epochs: PositiveInt = 20
     """Passes over the training instances, at most."""
     batch_size: PositiveInt = 128
-    """Instances of one step."""
+    """Instances of one step, of all workers together."""
     evaluation_batch: PositiveInt = 256
     """Instances whose labels are ranked at a time."""
     block_bytes: Annotated[int, Field(ge=1 << 16)] = 16 << 20

@@ -90,6 +90,7 @@ def compare(rank: int, size: int, group: Any = None, alone_in: Any = None) -> di
         truth, alone = in_one_process({**settings, "seed": 3, "group": alone_in})
         model = Classifier(**settings, seed=3, label_counts=counts, **shared_out)
         try:
+            assert abs(len(model.head.output.weight) - LABELS / size) < 2 * model.head.output.group_size
             shared = DistributedDataParallel(model, process_group=group) if size > 1 else model
             found = train(shared, own)
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
