@@ -336,15 +336,14 @@ struct LabelMoments {
       largest = larger(__shfl_xor_sync(kAllLanes, largest, static_cast<unsigned>(distance)), largest);
     const std::uint8_t scale = moment_scale(largest);
     inverse = inverse_unit(scale);
-    if (lane() == 0) stored.scale[label] = scale;  // which all lanes have read before the shuffles
+    __syncwarp();  // all lanes have read it
+    if (lane() == 0) stored.scale[label] = scale;
   }
 
   __device__ void load(std::int64_t k, float& m, float& v) const {
-    const auto value = [&](const void* values) {
-      return load_stored(stored.type, values, label * fan_in + k, [&] { return unit; });
-    };
-    m = has_first ? value(stored.first) : 0.0f;
-    v = has_second ? value(stored.second) : 0.0f;
+    const std::int64_t from = label * fan_in + k;
+    m = has_first ? load_stored(stored.type, stored.first, from, unit) : 0.0f;
+    v = has_second ? load_stored(stored.type, stored.second, from, unit) : 0.0f;
     if (scaled()) v *= v;
   }
 

@@ -29,16 +29,15 @@ XMLC_HOST_DEVICE constexpr bool is_float8(WeightType type) {
 }
 
 // Value `at` of an array of this type as float32; float8 in units of a scale.
-template <class Scale>
-XMLC_HOST_DEVICE float load_stored(WeightType type, const void* values, std::int64_t at, const Scale& scale) {
+XMLC_HOST_DEVICE float load_stored(WeightType type, const void* values, std::int64_t at, float scale) {
   const auto code = [&] { return std::uint32_t{static_cast<const std::uint8_t*>(values)[at]}; };
   switch (type) {
     case WeightType::kBFloat16:
       return widen(static_cast<const BFloat16*>(values)[at]);
     case WeightType::kFloat8E4M3:
-      return widen_float8<Float8E4M3>(code()) * scale();
+      return widen_float8<Float8E4M3>(code()) * scale;
     case WeightType::kFloat8E5M2:
-      return widen_float8<Float8E5M2>(code()) * scale();
+      return widen_float8<Float8E5M2>(code()) * scale;
     default:
       return static_cast<const float*>(values)[at];
   }
@@ -46,8 +45,8 @@ XMLC_HOST_DEVICE float load_stored(WeightType type, const void* values, std::int
 
 // Weight `at` = label * fan_in + k as float32.
 XMLC_HOST_DEVICE float load_weight(const Layer& layer, std::int64_t label, std::int64_t at) {
-  return load_stored(layer.weight_type, layer.weight, at,
-                     [&] { return layer.weight_scale[label / Layer::kScaleLabels]; });
+  const float scale = is_float8(layer.weight_type) ? layer.weight_scale[label / Layer::kScaleLabels] : 1.0f;
+  return load_stored(layer.weight_type, layer.weight, at, scale);
 }
 
 // What the optimizer keeps for each connection: in float32, or rounded stochastically to bfloat16 or e4m3fn.
