@@ -117,8 +117,9 @@ def compare(rank: int, size: int, group: Any = None, alone_in: Any = None) -> di
 
 
 def check_float8(own: slice, shared_out: dict[str, Any], alone_in: Any) -> list[str]:
-    """Weights that are rounded at random differ from one process's; those that are loaded must not."""
-    settings = {"weight_dtype": "float8_e4m3fn", "loss": "bce"}
+    """Weights and state rounded at random differ from one process's; those that are loaded must not."""
+    optimizer = {"kind": "adam", "state_dtype": "float8_e4m3fn"}
+    settings = {"weight_dtype": "float8_e4m3fn", "loss": "bce", "optimizer": optimizer}
     _, alone = in_one_process({**settings, "group": alone_in})
     model = Classifier(**settings, label_counts=COUNTS, **shared_out)
     started, fresh = model.state_dict(), Classifier(**settings).state_dict()

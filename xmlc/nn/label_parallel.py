@@ -40,7 +40,7 @@ class LabelParallelOutput:
     """`SparseOutput` of which every worker holds its own labels only; an `OutputLayer` like that.
 
     Equal to one process with the whole layer and the batch of all workers, but for the order of sums, and for
-    what is drawn at random: rounding of bfloat16 and float8 weights, inputs of moved connections. Every
+    what is drawn at random: rounding of bfloat16 and float8, inputs of moved connections. Every
     method communicates, so that all workers must call it.
     """
 
