@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -109,6 +110,16 @@ def _backend(device: torch.device, multiply_adds: int) -> tuple[Any, dict[str, A
 
 
 _usable_devices: set[int] = set()  # those that `require_cuda` found good: asking the driver takes time
+
+
+def watch_pages(owner: object, address: int, size_bytes: int, message: str) -> None:
+    """Let a mapped page that cannot be had end the process with this line, and not by a signal.
+
+    That is while ``owner`` lives. The disk has failed or is full, or another program has cut the file short.
+    Nothing of Python can run then. Where some 500 mappings are watched already, nothing changes.
+    """
+    if size_bytes and cpu.watch_pages(address, size_bytes, f"\nxmlc: {message}\n"):
+        weakref.finalize(owner, cpu.forget_pages, address).atexit = False
 
 
 def take_largest_workspace() -> int:

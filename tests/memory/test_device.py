@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import oracles
@@ -13,15 +14,17 @@ import pytest
 import torch
 
 from xmlc.config import Config, load_config
+from xmlc.errors import ConfigError, NativeError
 from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE, SEGMENT_BYTES, fit, needed_bytes
 from xmlc.memory.device import CUBLAS, CUBLAS_BYTES, device_plan
 from xmlc.memory.generated import generated_dataset
 from xmlc.memory.plan import plan
 from xmlc.nn import Model
-from xmlc.training.measure import Measured, measure
+from xmlc.training.measure import SNAPSHOT_ENTRIES, Measured, measure
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import batches_of, prepare
+from xmlc.training.profiling import Sizes, profile
 from xmlc.training.step import training_step
 
 Sections = dict[str, dict[str, Any]]
@@ -132,6 +135,48 @@ def test_a_plan_that_leaves_out_what_the_device_holds_does_not_hold(monkeypatch:
     phases = {phase.phase: phase for phase in found.phases}
     assert phases["validation"].device_residual > MARGIN_BYTES + (48 << 20)
     assert not phases["validation"].within
+
+
+def test_a_snapshot_records_the_measured_run_and_not_the_small_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def dump(file: str) -> None:
+        asked.append(file)
+        Path(file).write_bytes(b"a pickle")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    dataset = generated_dataset(500, 16, None, 900)
+    with pretended.device():
+        measure(dataset, settings("model.width=256"), snapshot=tmp_path / "snapshot.pickle")
+    started, _, ended = asked
+    assert started == {"max_entries": SNAPSHOT_ENTRIES} and ended == {"enabled": None}
+    assert (tmp_path / "snapshot.pickle").read_bytes() == b"a pickle"
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot.pickle"]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "found"),
+    [
+        ("cpu", {"measured": True}, r"found training\.device = cpu"),
+        ("cuda", {}, "found no --measure"),
+    ],
+)
+def test_a_snapshot_needs_a_device_and_a_measurement(
+    device: str, options: dict[str, bool], found: str, tmp_path: Path
+) -> None:
+    sizes = Sizes(500, 16, 0, 3, 900)
+    with pytest.raises(ConfigError, match=f"--snapshot needs --measure and --device cuda.*{found}"):
+        profile(sizes, overrides=[f"training.device={device}"], snapshot=tmp_path / "snapshot", **options)  # type: ignore[arg-type]
+
+
+def test_a_measurement_on_a_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(NativeError, match="a CUDA device and CUDA kernels for it must be there"):
+        profile(Sizes(500, 16, 0, 3, 900), overrides=["training.device=cuda"], measured=True)
 
 
 def test_a_budget_is_of_the_device_and_counts_segments_and_cublas() -> None:

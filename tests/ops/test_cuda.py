@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import oracles
@@ -14,7 +16,12 @@ from oracles import SHAPES, Shape
 
 from xmlc import native
 from xmlc.errors import NativeError
-from xmlc.ops import sparse_linear, top_labels
+from xmlc.ops import checks, logit_offsets, sparse_linear, top_labels
+
+# The package's names are those of the functions.
+fused_step, top_labels_op, redistribute = (
+    import_module(f"xmlc.ops.{name}") for name in ("fused_step", "top_labels", "redistribute")
+)
 
 emulated = pytest.mark.skipif(
     "XMLC_EMULATED" not in os.environ, reason="scripts/emulate runs it, and scripts/check runs that"
@@ -44,6 +51,42 @@ def test_deterministic_feature_gradients_are_within_the_budget_of_the_exact_ones
     dense = oracles.dense(problem.weight.double(), problem.indices, shape.group_size, shape.input)
     bound, _, _ = oracles.contraction_bounds(problem, incoming.double(), torch.zeros_like(incoming).double())
     oracles.assert_within(found, dense.T @ incoming.double(), bound, "feature gradient")
+
+
+@pytest.mark.parametrize("loss", ["bce", "softmax"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@emulated
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_cpu_s_module_says_what_the_emulated_launchers_ask_for(
+    shape: Shape, weight_dtype: torch.dtype, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = checks.absent_layer(shape.label, shape.fan_in, shape.input, shape.group_size, weight_dtype)
+    narrow = weight_dtype == torch.bfloat16 and shape.group_size > 1
+
+    def sizes() -> list[int]:
+        return [
+            fused_step.workspace_bytes(layer, shape.batch, 7, loss, "adam", native.ON_DEVICE, narrow),
+            top_labels_op.workspace_bytes(layer, shape.batch, min(5, shape.label), native.ON_DEVICE),
+            *(redistribute.workspace_bytes(layer, native.ON_DEVICE, within) for within in (False, True)),
+        ]
+
+    said = sizes()
+    module = oracles.emulated_module()
+
+    class Launchers:
+        """The launchers under the arguments of the sizes; `Layer` must be their module's."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*, threads: int, layer: Any, **arguments: Any) -> int:
+                if "offsets" in arguments:
+                    arguments["offsets"] = module.LogitOffsets(**logit_offsets.ABSENT)
+                return int(getattr(module, name)(queue=(0, 0, False), layer=layer, **arguments))
+
+            return call
+
+    monkeypatch.setattr(native.cpu, "cuda_sizes", Launchers())
+    monkeypatch.setattr(native.cpu, "Layer", module.Layer)
+    assert sizes() == said
 
 
 @emulated

@@ -41,6 +41,10 @@ MEASURED = PLANNED | {
             "tracked": 126 * MIB,
             "process": 150 * MIB,
             "residual": 22 * MIB,
+            "scratch": 3 * MIB,
+            "device_planned": 0,
+            "device": 0,
+            "device_residual": 0,
             "within": False,
         }
     ],
@@ -51,6 +55,8 @@ MEASURED = PLANNED | {
             "seconds": 0.25,
             "tracked": 126 * MIB,
             "process": process * MIB,
+            "scratch": 3 * MIB,
+            "device": 77 * MIB,
         }
         for phase, process in (("load", 41), ("forward", 150), ("forward", 129))
     ],
@@ -144,3 +150,31 @@ def test_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must be writable"):
         write_profile(PLANNED, tmp_path / "none" / "memory.html")
     assert [file.name for file in tmp_path.iterdir()] == ["memory.html"]
+
+
+DEVICE = {
+    "peak_bytes": 99 * MIB,
+    "peak_phase": "forward",
+    "needed_bytes": 140 * MIB,
+    "binding": term("output.bias", "weights", 66),
+    "phases": {"load": 66 * MIB, "forward": 99 * MIB},
+    "terms": {
+        "load": [term("output.bias", "weights", 66)],
+        "forward": [term("output.bias", "weights", 66), term("hidden", "batch", 33)],
+    },
+}
+
+
+def test_a_device_has_pictures_columns_and_parts_of_its_own() -> None:
+    page = profile_page(PLANNED | {"device": DEVICE})
+    assert "Planned memory of the device by phase" in page
+    assert {"99.0 MiB", "output.bias, 66.0 MiB", "hidden"} <= set(Cells(page).found)
+    measured = MEASURED | {"device": DEVICE}
+    measured["measured"] = [
+        phase | {"device_planned": 99 * MIB, "device": 77 * MIB, "device_residual": -22 * MIB}
+        for phase in measured["measured"]
+    ]
+    page = profile_page(measured)
+    assert "Memory of the device over the run" in page
+    assert {"99.0", "77.0", "-22.0", "3.0"} <= set(Cells(page).found)
+    assert "the device" not in profile_page(MEASURED)

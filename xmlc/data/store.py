@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xmlc import native
 from xmlc.data import card as cards
 from xmlc.data.dataset import Dataset, Features, Split, arrays_of, content_fingerprint
 from xmlc.data.reader import DataWarning, read_folder, source_files
@@ -239,7 +240,16 @@ def _map(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     array = np.load(path, mmap_mode="r" if entry["shape"][0] else None, allow_pickle=False)
     if array.dtype.str != entry["dtype"] or list(array.shape) != entry["shape"]:
         raise ValueError(path)
-    return np.asarray(array)  # a plain view: np.memmap makes every slice slow
+    plain = np.asarray(array)  # a view: np.memmap makes every slice slow
+    if isinstance(array, np.memmap):
+        native.watch_pages(
+            array.base,
+            plain.ctypes.data,
+            plain.nbytes,
+            f"{path}: must stay whole while it is read, found a part that the disk does not give; see "
+            "whether it was cut short or the disk fails, and start again",
+        )
+    return plain
 
 
 def _facts(dataset: Dataset) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from xmlc import native
 from xmlc.errors import CheckpointError, ConfigError
 from xmlc.files import reason
 
@@ -93,6 +94,14 @@ class ScratchFiles:
                 "or set it to memory"
             ) from None
         flat = torch.frombuffer(mapped, dtype=dtype)
+        native.watch_pages(
+            mapped,
+            flat.data_ptr(),
+            size,
+            f"{self.folder}: the disk must read and write the files of training.storage = disk there, found "
+            "a block that it could not; the last checkpoint is whole: go on from it with --resume where the "
+            "disk is sound, or with training.storage = memory",
+        )
         self._files.append(_MappedFile(file, mapped, flat.data_ptr()))
         return flat.view(shape)
 

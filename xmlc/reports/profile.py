@@ -17,6 +17,9 @@ CAPTION = (
     "MiB beyond Python, torch and this package; stacked: what the plan says of each kind. A pointer that "
     "rests on a part is shown its size."
 )
+DEVICE_CAPTION = (
+    "MiB that torch's allocator hands out of the CUDA device; stacked: what the plan says of each kind."
+)
 
 
 def write_profile(found: Mapping[str, Any], file: Path) -> None:
@@ -59,6 +62,10 @@ def _highlights(found: Mapping[str, Any]) -> dict[str, str]:
     if "measured" in found:
         shown["measured peak"] = _mib(max(phase["process"] for phase in found["measured"]))
         shown["plan and process"] = "agree" if found["within"] else "differ"
+    if "device" in found:
+        device = found["device"]
+        shown["planned peak on the device"] = _mib(device["peak_bytes"])
+        shown["largest part there"] = f"{device['binding']['name']}, {_mib(device['binding']['bytes'])}"
     if "available_bytes" in found:
         shown["budget leaves"] = _mib(found["available_bytes"])
     return shown
@@ -68,7 +75,12 @@ def _figures(found: Mapping[str, Any]) -> list[Figure]:
     if "timeline" not in found:
         phases = list(found["terms"])
         chart = SpanChart("MiB", tuple(phases), _layers(found, phases))
-        return [Figure("Planned memory by phase", (chart,), f"{CAPTION} Nothing was measured.")]
+        figures = [Figure("Planned memory by phase", (chart,), f"{CAPTION} Nothing was measured.")]
+        if "device" in found:
+            chart = SpanChart("MiB", tuple(phases), _layers(found["device"], phases))
+            caption = f"{DEVICE_CAPTION} Nothing was measured."
+            figures.append(Figure("Planned memory of the device by phase", (chart,), caption))
+        return figures
     measured = found["measured"]
     phases = [phase["phase"] for phase in measured]
     beside = BarChart(
@@ -86,6 +98,12 @@ def _figures(found: Mapping[str, Any]) -> list[Figure]:
         for name, key in (("measured: process", "process"), ("measured: torch", "tracked"))
     )
     timeline = SpanChart("MiB", tuple(spans), _layers(found, spans), lines)
+    device = []
+    if "device" in found:
+        points = tuple((place, span["device"] / MIB) for place, span in enumerate(found["timeline"]))
+        line = (Series("measured: torch", points),)
+        chart = SpanChart("MiB", tuple(spans), _layers(found["device"], spans), line)
+        device = [Figure("Memory of the device over the run", (chart,), DEVICE_CAPTION)]
     return [
         Figure(
             "Memory over the run",
@@ -93,6 +111,7 @@ def _figures(found: Mapping[str, Any]) -> list[Figure]:
             f"{CAPTION} Lines: the peak of each pass through a phase, of the process and by torch's own "
             "allocator, in the order of the measured run; passes are drawn equally wide, however long.",
         ),
+        *device,
         Figure("Plan beside measurement", (beside,), "The highest pass through each phase."),
     ]
 
@@ -116,17 +135,18 @@ def _tables(found: Mapping[str, Any]) -> list[Table]:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     if "measured" in found:
-        header = ("phase", "planned MiB", "torch MiB", "process MiB", "residual MiB", "")
+        columns = dict(_COLUMNS) | (dict(_DEVICE_COLUMNS) if "device" in found else {})
+        header = ("phase", *(f"{name} MiB" for name in columns.values()), "")
         rows = tuple(
             (
                 phase["phase"],
-                *(_number(phase[key]) for key in ("planned", "tracked", "process", "residual")),
+                *(_number(phase[key]) for key in columns),
                 "" if phase["within"] else "beyond 5 % + 8 MiB",
             )
             for phase in found["measured"]
         )
         tables.append(Table("plan and measurement", header, rows))
-        header = ("phase", "from s", "for s", "torch MiB", "process MiB")
+        header = ("phase", "from s", "for s", "torch MiB", "process MiB", "scratch MiB")
         rows = tuple(
             (
                 span["phase"],
@@ -134,24 +154,46 @@ def _tables(found: Mapping[str, Any]) -> list[Table]:
                 f"{span['seconds']:.3f}",
                 _number(span["tracked"]),
                 _number(span["process"]),
+                _number(span["scratch"]),
             )
             for span in found["timeline"]
         )
         tables.append(Table("every pass through a phase", header, rows, folded=True))
-    phases: dict[tuple[str, ...], list[str]] = {}
-    for phase, terms in found["terms"].items():
-        for term in terms:
-            phases.setdefault(_cells(term), []).append(phase)
-    header = ("part", "kind", "bytes", "formula", "MiB")
-    rows = tuple(
-        (*cells, "all phases" if len(held) == len(found["terms"]) else ", ".join(held))
-        for cells, held in sorted(phases.items(), key=lambda each: -int(each[0][2].replace(",", "")))
-    )
-    tables.append(Table("planned parts", (*header, "in"), rows))
+    tables.append(_parts("planned parts", found["terms"]))
+    if "device" in found:
+        tables.append(_parts("planned parts on the device", found["device"]["terms"]))
     if found["disk_terms"]:
         rows = tuple(map(_cells, found["disk_terms"]))
-        tables.append(Table("on the disk, not counted", header, rows))
+        tables.append(Table("on the disk, not counted", _PART, rows))
     return tables
+
+
+_COLUMNS = (
+    ("planned", "planned"),
+    ("tracked", "torch"),
+    ("scratch", "scratch"),
+    ("process", "process"),
+    ("residual", "residual"),
+)
+_DEVICE_COLUMNS = (
+    ("device_planned", "device planned"),
+    ("device", "device torch"),
+    ("device_residual", "device residual"),
+)
+_PART = ("part", "kind", "bytes", "formula", "MiB")
+
+
+def _parts(title: str, terms_of: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """Return every part, the largest first, and the phases that have it."""
+    phases: dict[tuple[str, ...], list[str]] = {}
+    for phase, terms in terms_of.items():
+        for term in terms:
+            phases.setdefault(_cells(term), []).append(phase)
+    rows = tuple(
+        (*cells, "all phases" if len(held) == len(terms_of) else ", ".join(held))
+        for cells, held in sorted(phases.items(), key=lambda each: -int(each[0][2].replace(",", "")))
+    )
+    return Table(title, (*_PART, "in"), rows)
 
 
 def _cells(term: Mapping[str, Any]) -> tuple[str, ...]:
