@@ -139,6 +139,14 @@ def test_the_refusal_names_what_would_do_and_what_takes_the_most() -> None:
     assert fit(config(), PROBLEM, BATCHES, smallest).changes
 
 
+def test_the_refusal_names_the_whole_budget_with_what_the_process_has_already() -> None:
+    with pytest.raises(BudgetError) as error:
+        fit(config(), PROBLEM, BATCHES, 1 << 20, 100 << 20)
+    found = re.search(r"at least ([0-9.]+) MiB .* raise the budget to ([0-9.]+) MiB", str(error.value))
+    assert found is not None
+    assert float(found[2]) - float(found[1]) == pytest.approx(100.0, abs=0.11)
+
+
 def test_the_refusal_names_the_disk_where_the_layer_may_lie_there() -> None:
     found = re.search(
         r"or set training.storage = disk .slower., which would need ([0-9.]+) MiB", _refusal(config())

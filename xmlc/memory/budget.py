@@ -83,7 +83,9 @@ def limited_plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     return (device_plan if config.training.device == "cuda" else plan)(config, problem, batches)
 
 
-def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int) -> Fit:
+def fit(
+    config: Config, problem: Problem, batches: Batches, available_bytes: int, taken_bytes: int = 0
+) -> Fit:
     """Return the settings, changed as little as the bytes demand.
 
     They shrink in a fixed order, each as far as it goes before the next: the instances ranked at a time and
@@ -93,8 +95,10 @@ def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int
     wants a learning rate of its own; weights to float8; width, then fan-in (less accurate). What then turns
     out not to have been needed goes back, the last first.
 
+    ``taken_bytes`` is the share of the budget that is not available, because the process has it already.
+
     Raises:
-        BudgetError: Even the last do not fit; the message says what would, and what takes the most.
+        BudgetError: Even the last do not fit; the message names a budget that would do, and what takes most.
     """
 
     def fits(candidate: Config) -> bool:
@@ -110,7 +114,8 @@ def fit(config: Config, problem: Problem, batches: Batches, available_bytes: int
         f"memory: the budget must leave at least {mebibytes(needed_bytes(planned))} for the run, the least "
         f"that the planner knows for this data ({shrunk}), found {mebibytes(available_bytes)}; the most is "
         f"{planned.binding.name} with {mebibytes(planned.binding.bytes)} in {planned.peak_phase}; "
-        f"raise the budget, or lower {_others(config)}{_disk_instead(candidate, problem, batches)}"
+        f"raise the budget to {mebibytes(needed_bytes(planned) + taken_bytes)}, or lower "
+        f"{_others(config)}{_disk_instead(candidate, problem, batches)}"
     )
 
 

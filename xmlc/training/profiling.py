@@ -114,9 +114,9 @@ def profile(
         native.require_cuda()
     if dataset is not None:
         import_libraries(dataset, settings)
-    available = None
+    available, taken = None, 0 if on_device else usage().anonymous
     if budget is not None:
-        available = parse_bytes(budget) - (0 if on_device else usage().anonymous)
+        available = parse_bytes(budget) - taken
     encoder = locate_encoder(settings.encoder) if settings.encoder.kind == "transformer" else None
     if isinstance(data, Sizes):
         if encoder is not None:
@@ -127,7 +127,7 @@ def profile(
         prepared = prepare(dataset, _on_cpu(settings), encoder=encoder)  # a plan needs no device
         problem, batches = prepared.problem, batches_of(prepared, traced=True)
         del prepared  # a measured run makes its own
-    fitted = None if available is None else fit(settings, problem, batches, available)
+    fitted = None if available is None else fit(settings, problem, batches, available, taken)
     settings = settings if fitted is None else fitted.config
     found = None
     if measured:

@@ -683,8 +683,9 @@ def train_into(
         batches = batches_of(prepared, traced=limit is not None)
         on_device = config.training.device == "cuda"
         if limit is not None:
-            limit -= 0 if on_device else start.anonymous
-            config, prepared = _fitted(config, prepared, batches, limit, run, resume)
+            taken = 0 if on_device else start.anonymous
+            limit -= taken
+            config, prepared = _fitted(config, prepared, batches, limit, taken, run, resume)
         enforced = limit if enforce else None
         facts = Facts(config, prepared.problem, batches, start.data, enforced if on_device else None)
         make_limit = device_limit if on_device else hard_limit
@@ -758,14 +759,20 @@ def _sums_in_order(training: TrainingConfig) -> Iterator[None]:
 
 
 def _fitted(
-    config: Config, prepared: Prepared, batches: Batches, available_bytes: int, run: RunFolder, resume: bool
+    config: Config,
+    prepared: Prepared,
+    batches: Batches,
+    available_bytes: int,
+    taken_bytes: int,
+    run: RunFolder,
+    resume: bool,
 ) -> tuple[Config, Prepared]:
     """Return settings that fit the budget, and the streams in their batches; say what was changed.
 
     Raises:
         BudgetError: None fit; or a run that is resumed, whose settings stay, does not.
     """
-    fitting = fit(config, prepared.problem, batches, available_bytes)
+    fitting = fit(config, prepared.problem, batches, available_bytes, taken_bytes)
     if resume and fitting.changes:
         options = ", ".join(map(str, fitting.changes))
         raise BudgetError(
