@@ -254,6 +254,11 @@ class TwoTowerConfig(Section):
     """Labels that an instance brings into the pool, drawn in every step from its ``mined_from`` nearest."""
     mined_from: PositiveInt = 50
     """Nearest labels of an instance that are no known positives of it and no filter pairs."""
+    mining_search: Literal["exact", "approximate"] = "exact"
+    """How the nearest labels are looked for: in all labels; or in lists of labels around the centres of a
+    k-means (extra ``search``), which misses some and pays for itself with many labels."""
+    mining_probes: PositiveInt = 32
+    """Of ``approximate``: lists that are looked through for an instance."""
     refresh_epochs: PositiveInt = 1
     """Epochs after which the nearest labels are looked for again, by the embeddings of that moment."""
     mini_batch_size: NonNegativeInt = 0

@@ -222,6 +222,8 @@ def test_labels_to_add_that_are_none(xmlc: Xmlc, home: Path, towers: Path, tmp_p
     labels.write_text("one\n")
     found = refused(xmlc("predict", home / "text run", "--labels", labels, stdin=b"word1\n"))
     assert "with_labels: needs a run of model.output = two_tower, found sparse" in found
+    found = refused(xmlc("predict", home / "text run", "--search", "approximate", stdin=b"word1\n"))
+    assert "with_index: needs a run of model.output = two_tower, found sparse" in found
     both = xmlc("predict", towers, "--labels", "-", stdin=b"one\n")
     assert both.exit_code == 2 and "cannot both be read from stdin" in both.stderr
 

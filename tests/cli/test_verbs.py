@@ -270,17 +270,11 @@ def test_predict_reads_more_lines_than_it_takes_at_once(xmlc: Xmlc, home: Path) 
 def test_predict_knows_labels_that_came_after_training(xmlc: Xmlc, towers: Path, tmp_path: Path) -> None:
     added = tmp_path / "labels"
     added.write_text('word15 word16 word90\n{"title": "a name", "content": "word3 word91"}\n')
-    found = ok(
-        xmlc(
-            "predict",
-            towers,
-            "-k",
-            1,
-            "--labels",
-            added,
-            stdin=b"word15 word16 word90\na name word3 word91\n",
-        )
-    )
+    texts = b"word15 word16 word90\na name word3 word91\n"
+    call = ("predict", towers, "-k", 1, "--labels", added)
+    found = ok(xmlc(*call, stdin=texts))
+    indexed = ok(xmlc(*call, "--search", "approximate", stdin=texts))
+    assert indexed == found
     answers = [json.loads(line)["labels"][0] for line in found.splitlines()]
     labels = problems.LABELS
     assert [(answer["label"], answer["name"]) for answer in answers] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from xmlc.errors import CheckpointError, ConfigError, DataError
 from xmlc.evaluation import load
 from xmlc.evaluation.predict import Predictor
 from xmlc.evaluation.run import evaluate_predictor
-from xmlc.nn import TwoTower
+from xmlc.nn import TwoTower, approximate
 from xmlc.training import trainer
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
@@ -221,6 +222,34 @@ def test_mined_labels_are_the_nearest_that_are_no_positives_and_no_filter_pairs(
         assert not out & set(found)
 
 
+def test_an_index_mines_what_exact_search_does_where_it_looks_at_all_lists() -> None:
+    dataset = two_towers.dataset(filtered=True)
+    found = []
+    for search in ("exact", "approximate"):
+        settings = MINED | {"mining_search": search, "mining_probes": 100}
+        model, prepared = made(dataset, two_towers.config(two_tower=settings))
+        found.append(mine(model, prepared.train).to_scipy())
+    assert found[0].nnz > 0
+    assert (found[0] != found[1]).nnz <= 4  # ties within rounding
+
+
+def test_training_with_an_index_needs_its_package_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    approximate.faiss.cache_clear()
+    settings = two_towers.config(two_tower=MINED | {"mining_search": "approximate"})
+    with pytest.raises(ConfigError, match="needs the package of the extra `search`, found none"):
+        train_into(tmp_path / "run", two_towers.dataset(), settings)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    # Nothing is mined: nothing is needed.
+    train_into(
+        tmp_path / "run",
+        two_towers.dataset(40),
+        two_towers.config(two_tower={"mining_search": "approximate"}, training={"epochs": 1}),
+    )
+
+
 def test_negatives_are_mined_again_every_few_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epochs: list[int] = []
 
@@ -301,6 +330,27 @@ def test_label_embeddings_that_do_not_fit_their_checkpoint_are_refused(
     write_checkpoint(path, {**saved.tensors, "label_embeddings": embeddings}, saved.metadata)
     with pytest.raises(CheckpointError, match=found):
         load(tmp_path / "run")
+
+
+def test_a_predictor_with_an_index_ranks_nearly_as_all_labels_do(tmp_path: Path) -> None:
+    dataset = two_towers.dataset()
+    train_into(tmp_path / "run", dataset, two_towers.config(training={"epochs": 2}))
+    predictor = load(tmp_path / "run")
+    indexed = predictor.with_index(probes=1)
+    texts = [f"word{3 * label} word{3 * label + 1}" for label in range(dataset.label_count)]
+    for each, exact in (
+        (indexed, predictor),
+        (indexed.with_labels(["word7"]), predictor.with_labels(["word7"])),
+    ):
+        scores, labels = each.top_labels(texts, 3)
+        truth = exact.top_labels(texts, 3)
+        np.testing.assert_allclose(scores, truth[0], atol=1e-5)
+        assert (labels == truth[1]).mean() > 0.9
+    assert predictor.model.index is None and isinstance(indexed.model, TwoTower)
+    assert indexed.with_labels(["word7"]).predict(["word7"], k=1)[0][0].label == dataset.label_count
+    for probes in (0, 1.5, True):
+        with pytest.raises(ConfigError, match="with_index: probes must be an integer of at least 1, found"):
+            predictor.with_index(probes)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_within_an_epoch_embeds_the_labels_when_it_is_loaded(

@@ -26,11 +26,26 @@ _BYTES_AT_ONCE = 1 << 24  # of lines so long that 1,024 of them would be much me
     type=click.File("rb"),
     help="Labels that came after training, a line for each; of runs of two towers.",
 )
+@click.option(
+    "--search",
+    type=click.Choice(["exact", "approximate"]),
+    default="exact",
+    show_default=True,
+    help="approximate: look at some of the labels only, by an index; of runs of two towers (extra search).",
+)
 @click.option("--checkpoint", type=click.Choice(["best", "latest"]), default="best", show_default=True)
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
 )
-def command(run: str, file: IO[bytes], k: int, added: IO[bytes] | None, checkpoint: str, device: str) -> None:
+def command(
+    run: str,
+    file: IO[bytes],
+    k: int,
+    added: IO[bytes] | None,
+    search: str,
+    checkpoint: str,
+    device: str,
+) -> None:
     """Predict the K best labels for every line of FILE (default: stdin) with RUN; JSON lines to stdout.
 
     An answer is {"labels": [{"label": ID, "name": NAME, "score": SCORE}, ...]}, best first. A score is the
@@ -54,6 +69,8 @@ def command(run: str, file: IO[bytes], k: int, added: IO[bytes] | None, checkpoi
             raise click.UsageError("--labels and FILE cannot both be read from stdin; name a file for one")
         lines = [line for _, chunk in _chunks(added, _name(added)) for line in chunk]
         predictor = predictor.with_labels(*parse_labels(lines, _name(added)))
+    if search == "approximate":
+        predictor = predictor.with_index()
     wanted = min(k, predictor.model.problem.label_count)
     if wanted < k:
         click.echo(f"xmlc: note: k = {k}, but the run knows {wanted} labels; all of them are given", err=True)

@@ -188,6 +188,21 @@ class Predictor:
         extended = model.with_labels(take(column, np.arange(len(added))))
         return replace(self, model=extended, label_names=TextColumn.from_strings([*known, *named]))
 
+    def with_index(self, probes: int = 32) -> Predictor:
+        """Return a predictor of a two-tower model that searches its labels by an index, not all of them.
+
+        To make the index takes longer than to rank a few thousand instances exactly (`ApproximateIndex`).
+
+        Args:
+            probes: Lists that are looked through for an instance: more miss fewer labels, and take longer.
+
+        Raises:
+            ConfigError: The model has no two towers, ``probes`` is below 1, or faiss is not installed.
+        """
+        if isinstance(probes, bool) or not isinstance(probes, int | np.integer) or probes < 1:
+            raise ConfigError(f"with_index: probes must be an integer of at least 1, found {probes!r}")
+        return replace(self, model=self._two_tower("with_index").with_index(int(probes)))
+
     def _two_tower(self, where: str) -> TwoTower:
         if not isinstance(self.model, TwoTower):
             raise ConfigError(

@@ -17,6 +17,7 @@ from xmlc.data.batches import Batch, Column, Rows
 from xmlc.data.dataset import row_count
 from xmlc.data.rows import CsrRows
 from xmlc.losses import MultiPositive
+from xmlc.nn.approximate import ApproximateIndex
 from xmlc.nn.model import Model, Problem, check_memory, hidden_of, make_encoder
 from xmlc.nn.nearest import nearest
 from xmlc.nn.transformer import TransformerEncoder
@@ -60,6 +61,8 @@ class TwoTower:
         """Of the labels, as the encoder takes them: given by who has them. [label]"""
         self.embeddings: Tensor | None = None
         """Of the labels' texts by the current weights, where they are known. [label, d]"""
+        self.index: ApproximateIndex | None = None
+        """Of the embeddings, where labels are ranked by one (`with_index`)."""
 
     def move(self, device: torch.device) -> None:
         """Move all weights to a device; optimizers are made after that."""
@@ -113,9 +116,14 @@ class TwoTower:
     def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """Return cosines and labels [batch, k] of the batch's instances, best first, on the CPU.
 
-        All labels are scored, block by block; ties go to the lowest label.
+        All labels are scored, block by block, and ties go to the lowest label; with an index only those of
+        some lists are, and ties go to any.
         """
-        scores, labels = nearest(self.embed(batch.features), self.embed_labels(), k)
+        queries = self.embed(batch.features)
+        if self.index is None:
+            scores, labels = nearest(queries, self.embed_labels(), k)
+        else:
+            scores, labels = self.index.search(queries, k)
         return scores.cpu(), labels.cpu()
 
     @torch.no_grad()
@@ -125,8 +133,16 @@ class TwoTower:
         made = copy.copy(self)
         made.embeddings = torch.cat([self.embed_labels(), added])
         made.texts = None  # their embeddings are there
+        if self.index is not None:
+            made.index = ApproximateIndex(made.embeddings, self.index.probes)
         instances = np.concatenate([self.problem.label_instances, np.zeros(len(added), np.int64)])
         made.problem = replace(self.problem, label_count=len(made.embeddings), label_instances=instances)
+        return made
+
+    def with_index(self, probes: int) -> TwoTower:
+        """Return a model that ranks labels by an index of their present embeddings."""
+        made = copy.copy(self)
+        made.index = ApproximateIndex(self.embed_labels(), probes)
         return made
 
     def tensors(self) -> dict[str, Tensor]:

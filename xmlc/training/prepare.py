@@ -21,6 +21,7 @@ from xmlc.errors import ConfigError, DataError
 from xmlc.memory.activations import encoder_memory
 from xmlc.memory.plan import Batches
 from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
+from xmlc.nn.approximate import faiss
 from xmlc.sparsity import DirectStart, direct_connectivity
 from xmlc.training import progress
 
@@ -163,6 +164,9 @@ def import_libraries(dataset: Dataset, config: Config) -> None:
     transformer = config.encoder.kind == "transformer"
     if transformer:
         transformers()
+    mined = config.model.output == "two_tower" and config.two_tower.mined_negatives > 0
+    if mined and config.two_tower.mining_search == "approximate":
+        faiss()
     if dataset.kind == "text" and (not transformer or _uses_words(config)):
         import_module("sklearn.feature_extraction.text")
 

@@ -14,6 +14,7 @@ from xmlc.data.dataset import row_count
 from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows, offsets_of
 from xmlc.losses import GradientCache, LabelPool, label_pool
 from xmlc.nn import TwoTower
+from xmlc.nn.approximate import ApproximateIndex
 from xmlc.nn.nearest import nearest
 from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
@@ -144,16 +145,24 @@ class _Graph:
 def mine(model: TwoTower, stream: BatchStream, progress: Progress = lambda batches, _: batches) -> CsrRows:
     """Return the nearest labels of the stream's instances by the current embeddings, [instance, label].
 
-    Of every instance ``two_tower.mined_from`` labels, without its known positives and its filter pairs; fewer
+    Exactly, or by ``two_tower.mining_search = "approximate"``. Of every instance
+    ``two_tower.mined_from`` labels, without its known positives and its filter pairs; fewer
     where there are no more. Instances that the stream leaves out have none.
     """
     labels = model.problem.label_count
-    keys = model.embed_labels()
-    k = min(model.config.two_tower.mined_from, labels)
+    keys, settings = model.embed_labels(), model.config.two_tower
+    k = min(settings.mined_from, labels)
+    index = None
+    if settings.mining_search == "approximate":
+        index = ApproximateIndex(keys, settings.mining_probes)
     found, counts = [np.empty(0, np.int32)], np.zeros(stream.labels.rows, np.int64)
     for batch in progress(stream.sequential(), len(stream)):
         excluded = batch.labels if batch.skipped is None else _union(batch.labels, batch.skipped)
-        scores, nearby = nearest(model.embed(batch.features), keys, k, excluded)
+        queries = model.embed(batch.features)
+        if index is None:
+            scores, nearby = nearest(queries, keys, k, excluded)
+        else:
+            scores, nearby = index.search(queries, k, excluded)
         kept = scores.isfinite().cpu()
         rows = np.sort(nearby.cpu().masked_fill(~kept, labels).numpy(), axis=1)
         counts[batch.instances] = kept.sum(1).numpy()
