@@ -159,6 +159,7 @@ void redistribute_last(std::int64_t group_size) {
   Arguments s{};
   s.a.layer = side.rows().layer;
   s.a.states[0] = side.first.values;
+  s.a.state_bytes = sizeof *side.first.values;
   s.a.by_threshold = true;
   s.a.threshold = 0.5f;
   s.a.new_value = NewValue::kZero;
