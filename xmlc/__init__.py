@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xmlc.data.store import open_dataset
     from xmlc.evaluation.predict import load
+    from xmlc.nn.compressed import compressed_activations
     from xmlc.nn.sparse_head import SparseHead
     from xmlc.training.api import train
     from xmlc.training.estimator import XmlcClassifier
@@ -20,11 +21,20 @@ if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["SparseHead", "XmlcClassifier", "__version__", "load", "open_dataset", "train"]
+__all__ = [
+    "SparseHead",
+    "XmlcClassifier",
+    "__version__",
+    "compressed_activations",
+    "load",
+    "open_dataset",
+    "train",
+]
 
 _HOMES = {
     "SparseHead": "xmlc.nn.sparse_head",
     "XmlcClassifier": "xmlc.training.estimator",
+    "compressed_activations": "xmlc.nn.compressed",
     "load": "xmlc.evaluation.predict",
     "open_dataset": "xmlc.data.store",
     "train": "xmlc.training.api",

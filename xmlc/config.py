@@ -117,6 +117,9 @@ class EncoderConfig(Section):
     """bfloat16: compute the encoder's products in it (torch.autocast); its weights stay float32."""
     recompute_activations: bool = False
     """Keep the activations between layers only and compute the others again in the backward pass."""
+    compress_activations: bool = False
+    """Keep what the backward pass needs of the activations in int8, a scale for every row: the loss stays,
+    the gradients get an error of a few percent."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> EncoderConfig:
@@ -126,6 +129,8 @@ class EncoderConfig(Section):
             raise ValueError(f"path needs kind = transformer, found {self.kind}")
         if self.frozen_layers and self.frozen:
             raise ValueError(f"frozen_layers = {self.frozen_layers} needs frozen = false, found true")
+        if self.compress_activations and self.recompute_activations:
+            raise ValueError("compress_activations needs recompute_activations = false, found true")
         return self
 
     @property

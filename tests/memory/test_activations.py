@@ -34,7 +34,13 @@ def load(folder: Path, **settings: object) -> TransformerEncoder:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"recompute_activations": True}, {"frozen_layers": 1}, {"pooling": "cls", "unit_variance": False}],
+    [
+        {},
+        {"recompute_activations": True},
+        {"compress_activations": True},
+        {"frozen_layers": 1},
+        {"pooling": "cls", "unit_variance": False},
+    ],
 )
 def test_what_two_small_batches_tell_is_what_a_large_one_takes(
     settings: dict[str, object], tmp_path: Path
@@ -61,6 +67,17 @@ def test_recomputing_keeps_less_and_frozen_layers_have_no_gradient(tmp_path: Pat
     assert half.trained < whole.trained
     assert half.backward_peak(32) < whole.backward_peak(32)
     assert whole.trained == sum(each.nbytes for each in load(folder).parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"autocast": "bfloat16"}])
+def test_compressing_keeps_less_than_half(settings: dict[str, object], tmp_path: Path) -> None:
+    folder = encoders.write(tmp_path, **WIDE)
+    with oracles.threads(1):
+        whole, compressed = (
+            encoder_memory(load(folder, compress_activations=each, **settings), LENGTH)
+            for each in (False, True)
+        )
+    assert compressed.kept(32) < 0.5 * whole.kept(32)
 
 
 def test_tracing_leaves_the_encoder_as_it_was(tmp_path: Path) -> None:
@@ -139,6 +156,7 @@ def options(folder: Path, *others: str) -> list[str]:
     [
         ("encoder.frozen=false",),
         ("encoder.frozen=false", "encoder.recompute_activations=true", "encoder.frozen_layers=1"),
+        ("encoder.frozen=false", "encoder.compress_activations=true"),
         ("encoder.frozen=true",),
     ],
 )

@@ -42,6 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "trained": {"frozen": False},
     "cls in bfloat16": {"frozen": False, "pooling": "cls", "autocast": "bfloat16"},
     "first layer frozen": {"frozen": False, "frozen_layers": 1},
+    "compressed": {"frozen": False, "compress_activations": True},
     "recomputed": {"frozen": False, "recompute_activations": True},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from xmlc.data.rows import Int64, TokenRows
 from xmlc.data.tokens import TextTokenizer
 from xmlc.errors import ConfigError, DataError
 from xmlc.files import parse_json
+from xmlc.nn.compressed import compressed_activations
 from xmlc.nn.encoder import drop
 
 TOKENS_AT_ONCE = 8192
@@ -61,7 +63,8 @@ class TransformerEncoder(nn.Module):
         # The encoder's own dropout draws from torch's generator: seeded for this step, and put back after it.
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            pooled = self._pooled(tokens)
+            with compressed_activations() if self.config.compress_activations else nullcontext():
+                pooled = self._pooled(tokens)
         return drop(pooled, dropout, generator)
 
     @torch.no_grad()
