@@ -32,6 +32,12 @@ def test_every_kind_of_example_is_found() -> None:
     assert len(COMMANDS) == 11
 
 
+def test_the_parts_for_embedding_models_fit_on_a_screen() -> None:
+    [example] = [each for each in PYTHON if "SparseHead" in each]
+    assert "multi_positive_loss(" in example and "two_tower" in example
+    assert len(example.splitlines()) < 30
+
+
 def test_python_examples_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XMLC_CACHE", str(folder / "cache"))
