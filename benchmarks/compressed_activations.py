@@ -3,9 +3,9 @@
 
     benchmarks/compressed_activations.py
 
-Appends to results/compressed_activations.csv: bytes kept between the passes, the relative error of the gradient
-of all weights (its distance to that of float32 with full activations, by the norm of that), and seconds of a
-step.
+Appends to results/compressed_activations.csv: bytes kept between the passes, the relative error of the
+gradient of all weights (its distance to that of float32 with full activations, by the norm of that), and
+seconds of a step.
 """
 
 from __future__ import annotations
