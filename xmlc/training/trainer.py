@@ -250,6 +250,8 @@ class Trainer:
             loss = float(two_tower_step(model, batch, optimizers, *rest, self.workers))
         else:
             loss = float(training_step(model, batch, optimizers, output_rate, *rest, self.workers))
+        if self.config.encoder.trained and self.config.encoder.compress_activations:
+            return_free_blocks()  # to compress leaves many small ones, which the C library would keep
         self._check_loss(loss, batch, factor)
         output = self._sparse_output
         if output is not None and self.policy.due(position.step):
