@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from xmlc.config import Config
 from xmlc.data import Dataset
 from xmlc.data.batches import Batch, BatchStream, Column, holdout, take
 from xmlc.data.dataset import Features
@@ -45,6 +46,11 @@ class Hybrid:
     def problem(self) -> Problem:
         """The head's."""
         return self.head.problem
+
+    @property
+    def config(self) -> Config:
+        """The head's."""
+        return self.head.config
 
     def top_labels(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """Return scores and labels [batch, k] of the batch's instances, best first, on the CPU."""
