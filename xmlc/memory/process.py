@@ -72,6 +72,7 @@ class PeakWatch:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
+        self._lock = threading.Lock()  # or what was read before a call of `take` is noted behind it
         self._thread = threading.Thread(target=self._sample, name="peak-watch", daemon=True)
         self._reset()
 
@@ -86,9 +87,10 @@ class PeakWatch:
 
     def take(self) -> int:
         """Return the peak of anonymous bytes since the last call, and watch from the present on."""
-        self._note(now := usage())
-        peak = max(self._anonymous, now.peak_resident - self._file)
-        self._reset()
+        with self._lock:
+            self._note(now := usage())
+            peak = max(self._anonymous, now.peak_resident - self._file)
+            self._reset()
         return peak
 
     def _reset(self) -> None:
@@ -102,7 +104,8 @@ class PeakWatch:
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            self._note(usage())
+            with self._lock:
+                self._note(usage())
 
 
 @contextmanager
