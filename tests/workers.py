@@ -47,3 +47,9 @@ def _worker(
     torch.save(function(rank, size, *arguments), folder / f"result-{rank}.pt")
     distributed.barrier()
     os._exit(0)  # torch's own end of gloo's threads now and then aborts a process that is done
+
+
+def uneven_rows(rank: int, size: int, batch: int) -> slice:
+    """Cut a batch unevenly and return a worker's part; every worker has at least one instance."""
+    bounds = [0, *(batch * (part + 1) // size - (part + 1 < size) for part in range(size))]
+    return slice(bounds[rank], bounds[rank + 1])

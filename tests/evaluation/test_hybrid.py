@@ -19,7 +19,7 @@ from xmlc.data import open_dataset
 from xmlc.errors import ConfigError
 from xmlc.evaluation import Predictor, hybrid, load
 from xmlc.evaluation.run import evaluate_predictor, evaluate_run
-from xmlc.nn import Model, TwoTower
+from xmlc.nn import Model, TwoTower, two_tower
 from xmlc.training.trainer import train_into
 
 WHOLE: dict[str, Any] = {
@@ -103,13 +103,13 @@ def test_the_nearest_labels_are_searched_once_for_all_weights(
     head, tower = runs
     dataset = two_towers.dataset(filtered=True)
     searched = []
-    nearest = hybrid.nearest
+    nearest = two_tower.nearest
 
     def counted(queries: torch.Tensor, *args: Any) -> Any:
         searched.append(len(queries))
         return nearest(queries, *args)
 
-    monkeypatch.setattr(hybrid, "nearest", counted)
+    monkeypatch.setattr(two_tower, "nearest", counted)
     evaluate_predictor(head, dataset, **WHOLE, tower=tower)
     assert searched == [24, 40]  # held out, test
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import in_workers
+from workers import in_workers, uneven_rows
 
 from xmlc import SparseHead
 from xmlc.errors import ConfigError, NativeError
@@ -43,12 +43,6 @@ class Classifier(nn.Module):
 
 def data() -> Tensor:
     return torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(1))
-
-
-def own_rows(rank: int, size: int) -> slice:
-    """Cut the batch unevenly; every worker has at least one instance."""
-    bounds = [0, *(BATCH * (part + 1) // size - (part + 1 < size) for part in range(size))]
-    return slice(bounds[rank], bounds[rank + 1])
 
 
 def train(model: nn.Module, own: slice) -> dict[str, Any]:
@@ -85,7 +79,7 @@ def compare_all(rank: int, _: int) -> dict[int, dict[str, Any]]:
 
 def compare(rank: int, size: int, group: Any = None, alone_in: Any = None) -> dict[str, Any]:
     """Train as one of several workers; return what differs from one process, and what was communicated."""
-    wrong, own, shared_out = [], own_rows(rank, size), {"label_parallel": True, "group": group}
+    wrong, own, shared_out = [], uneven_rows(rank, size, BATCH), {"label_parallel": True, "group": group}
     for settings, counts in zip(SETTINGS, (None, COUNTS, COUNTS), strict=True):
         truth, alone = in_one_process({**settings, "seed": 3, "group": alone_in})
         model = Classifier(**settings, seed=3, label_counts=counts, **shared_out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import in_workers
+from workers import in_workers, uneven_rows
 
 from xmlc import SparseHead
 from xmlc.errors import WorkerError
@@ -38,12 +37,6 @@ def data() -> Tensor:
     return torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(1))
 
 
-def own_rows(rank: int, size: int) -> slice:
-    """Cut the batch unevenly; every worker has at least one instance."""
-    bounds = [0, *(BATCH * (part + 1) // size - (part + 1 < size) for part in range(size))]
-    return slice(*list(pairwise(bounds))[rank])
-
-
 def train(model: nn.Module, own: slice, accumulate: bool, steps: int = 3) -> list[float]:
     """Take a few steps; where asked to, the first half of each batch without DDP's reduction."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +58,7 @@ def compare(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for accumulate in (False, True):
         model = Classifier()
-        losses = train(DistributedDataParallel(model), own_rows(rank, size), accumulate)
+        losses = train(DistributedDataParallel(model), uneven_rows(rank, size, BATCH), accumulate)
         found[f"accumulate {accumulate}"] = (losses, model.state_dict())
     plain = Classifier(fused=False)
     found["plain"] = (train(DistributedDataParallel(plain), slice(None), False), plain.state_dict())

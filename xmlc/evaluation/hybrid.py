@@ -17,7 +17,6 @@ from xmlc.errors import ConfigError
 from xmlc.evaluation.evaluator import evaluate_model
 from xmlc.evaluation.predict import Predictor
 from xmlc.nn import Model, Problem, TwoTower
-from xmlc.nn.nearest import nearest
 from xmlc.nn.output_layer import SparseOutput
 from xmlc.ops import LogitOffsets
 
@@ -97,7 +96,7 @@ def join(head: Predictor, tower: Predictor, features: Features | Column, weight:
     @torch.no_grad()
     def search(batch: Batch) -> tuple[Tensor, Tensor]:
         embeddings = towers.embed(take(features, batch.instances))
-        return nearest(embeddings, towers.embed_labels(), min(NEAREST, towers.problem.label_count))
+        return towers.search(embeddings, min(NEAREST, towers.problem.label_count))
 
     return Hybrid(model, search, weight)
 

@@ -363,8 +363,7 @@ def restore(path: Path) -> Predictor:
             text_encoder.transformer if text_encoder is not None and config.encoder.trained else None,
             path.parent.parent,
         )
-        for name, tensor in model.tensors().items():
-            reader.read_into(f"model.{name}", tensor)
+        model.read(reader)
         if isinstance(model, Model) and config.similarity.used:
             model.similarity = Similarity.from_arrays(
                 config.similarity,

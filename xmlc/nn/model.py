@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -286,12 +287,22 @@ class Model:
             KeyError: The checkpoint lacks one.
             CheckpointError: One does not fit, or is not what was written.
         """
-        shared_out = isinstance(self.output, LabelParallelOutput)
-        for name, tensor in self.tensors().items():
-            if not (shared_out and name.startswith("output.")):
-                reader.read_into(f"model.{name}", tensor)
+        tensors = self.tensors()
         if isinstance(self.output, LabelParallelOutput):
             self.output.read(reader, "model.output.")
+            tensors = {name: value for name, value in tensors.items() if not name.startswith("output.")}
+        read_weights(reader, tensors)
+
+
+def read_weights(reader: CheckpointReader, tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors in place, each from ``model.<name>`` of a checkpoint.
+
+    Raises:
+        KeyError: The checkpoint lacks one.
+        CheckpointError: One does not fit, or is not what was written.
+    """
+    for name, tensor in tensors.items():
+        reader.read_into(f"model.{name}", tensor)
 
 
 def _direct_connections(config: Config, problem: Problem, label: int) -> DirectConnections | None:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from xmlc.checkpoint import CheckpointReader, Storable
 from xmlc.config import Config
 from xmlc.data.batches import Batch, Column, Rows
 from xmlc.data.dataset import row_count
 from xmlc.data.rows import CsrRows
 from xmlc.losses import MultiPositive
 from xmlc.nn.approximate import ApproximateIndex
-from xmlc.nn.model import Model, Problem, check_memory, hidden_of, make_encoder
+from xmlc.nn.model import Model, Problem, check_memory, hidden_of, make_encoder, read_weights
 from xmlc.nn.nearest import nearest
 from xmlc.nn.transformer import TransformerEncoder
 from xmlc.parallel import ALONE, Workers
@@ -119,12 +120,15 @@ class TwoTower:
         All labels are scored, block by block, and ties go to the lowest label; with an index only those of
         some lists are, and ties go to any.
         """
-        queries = self.embed(batch.features)
-        if self.index is None:
-            scores, labels = nearest(queries, self.embed_labels(), k)
-        else:
-            scores, labels = self.index.search(queries, k)
+        scores, labels = self.search(self.embed(batch.features), k)
         return scores.cpu(), labels.cpu()
+
+    @torch.no_grad()
+    def search(self, queries: Tensor, k: int, excluded: CsrRows | None = None) -> tuple[Tensor, Tensor]:
+        """Return cosines and labels [query, k] of embeddings, as `nearest` does; by the index if any."""
+        if self.index is not None:
+            return self.index.search(queries, k, excluded)
+        return nearest(queries, self.embed_labels(), k, excluded)
 
     @torch.no_grad()
     def with_labels(self, rows: Rows) -> TwoTower:
@@ -153,6 +157,14 @@ class TwoTower:
         return {
             f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()
         }
+
+    def stored(self) -> dict[str, Storable]:
+        """Return `tensors` as a checkpoint takes them."""
+        return dict(self.tensors())
+
+    def read(self, reader: CheckpointReader) -> None:
+        """Read every tensor in place; see `Model.read`."""
+        read_weights(reader, self.tensors())
 
 
 def make_model(

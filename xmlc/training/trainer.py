@@ -447,8 +447,7 @@ class Trainer:
         position = self.position
         name = f"step-{position.step:010d}"
         model = self.model
-        stored = model.stored() if isinstance(model, Model) else model.tensors()
-        tensors: dict[str, Storable] = {f"model.{key}": value for key, value in stored.items()}
+        tensors: dict[str, Storable] = {f"model.{key}": value for key, value in model.stored().items()}
         tensors |= {f"optimizer.{key}": value for key, value in self.optimizers.tensors().items()}
         tensors["label_instances"] = torch.from_numpy(self.prepared.problem.label_instances)
         if self.prepared.vectorizer is not None:
@@ -542,11 +541,7 @@ class Trainer:
         metadata: Any = reader.metadata
         check_encoder(path, metadata.get("encoder"), self._encoder_fingerprint())
         try:
-            if isinstance(self.model, Model):
-                self.model.read(reader)
-            else:
-                for name, tensor in self.model.tensors().items():
-                    reader.read_into(f"model.{name}", tensor)
+            self.model.read(reader)
             self.optimizers.load(
                 {
                     name.removeprefix("optimizer."): reader.read(name)

@@ -14,8 +14,6 @@ from xmlc.data.dataset import row_count
 from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows, offsets_of
 from xmlc.losses import GradientCache, LabelPool, label_pool
 from xmlc.nn import TwoTower
-from xmlc.nn.approximate import ApproximateIndex
-from xmlc.nn.nearest import nearest
 from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
@@ -150,19 +148,14 @@ def mine(model: TwoTower, stream: BatchStream, progress: Progress = lambda batch
     where there are no more. Instances that the stream leaves out have none.
     """
     labels = model.problem.label_count
-    keys, settings = model.embed_labels(), model.config.two_tower
+    settings = model.config.two_tower
     k = min(settings.mined_from, labels)
-    index = None
     if settings.mining_search == "approximate":
-        index = ApproximateIndex(keys, settings.mining_probes)
+        model = model.with_index(settings.mining_probes)
     found, counts = [np.empty(0, np.int32)], np.zeros(stream.labels.rows, np.int64)
     for batch in progress(stream.sequential(), len(stream)):
         excluded = batch.labels if batch.skipped is None else _union(batch.labels, batch.skipped)
-        queries = model.embed(batch.features)
-        if index is None:
-            scores, nearby = nearest(queries, keys, k, excluded)
-        else:
-            scores, nearby = index.search(queries, k, excluded)
+        scores, nearby = model.search(model.embed(batch.features), k, excluded)
         kept = scores.isfinite().cpu()
         rows = np.sort(nearby.cpu().masked_fill(~kept, labels).numpy(), axis=1)
         counts[batch.instances] = kept.sum(1).numpy()
