@@ -1,8 +1,12 @@
-"""Fixtures of all tests: the caches of the machine are left alone."""
+"""What all tests share: the caches of the machine are left alone, and no example is timed."""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,6 +23,7 @@ struct Range {
 std::array<Range, kMostRanges> ranges;
 std::mutex writing;
 bool installed = false;
+std::atomic_flag told = ATOMIC_FLAG_INIT;
 struct sigaction former;
 
 void on_bus_error(int number, siginfo_t* info, void* context) {
@@ -30,6 +31,7 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
   for (const Range& range : ranges) {
     const std::uintptr_t begin = range.begin.load(std::memory_order_acquire);
     if (begin == 0 || address < begin || address >= range.end.load(std::memory_order_relaxed)) continue;
+    while (told.test_and_set()) pause();  // another thread, of as many as read the pages, tells and ends
     if (write(STDERR_FILENO, range.text.data(), range.length) < 0) _exit(2);
     _exit(2);
   }

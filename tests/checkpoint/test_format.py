@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 from disk import PowerCut, failing_disk, small_files
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
@@ -106,7 +106,6 @@ def test_a_checkpoint_may_be_without_tensors(tmp_path: Path) -> None:
     assert (checkpoint.tensors, checkpoint.metadata) == ({}, METADATA)
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(st.characters(codec="utf-8")).filter(lambda name: name != "__metadata__"),

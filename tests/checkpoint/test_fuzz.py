@@ -114,7 +114,7 @@ def fresh(folder: Path) -> dict[str, Any]:
     return dict(document)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.text(max_size=6) | st.just("weight"), entries, max_size=3))
 @example({"weight": {"file": DATA, "dtype": "F32", "shape": [0, 2**62, 4], "bytes": 0, "checksum": "0" * 64}})
 @example({"weight": {"file": DATA, "dtype": "U8", "shape": [2**63, 0], "bytes": 0, "checksum": "0" * 64}})
@@ -125,7 +125,7 @@ def test_any_entries_load_or_are_refused(folder: Path, tensors: dict[str, Any]) 
     load(folder)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_value_in_any_place_of_the_manifest_loads_or_is_refused(
     folder: Path, data: st.DataObject
@@ -145,7 +145,7 @@ def test_any_value_in_any_place_of_the_manifest_loads_or_is_refused(
     load(folder)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(["manifest.json", DATA]), st.integers(0, 10**9), st.integers(0, 40), st.binary())
 def test_any_bytes_in_any_place_load_or_are_refused(
     folder: Path, file: str, start: int, length: int, put: bytes
@@ -157,7 +157,7 @@ def test_any_bytes_in_any_place_load_or_are_refused(
     load(folder)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.binary(max_size=300) | st.binary(max_size=300).map(lambda rest: b'{"format":"xmlc-checkpoint",' + rest)
 )
@@ -168,7 +168,7 @@ def test_any_manifest_is_refused(folder: Path, content: bytes) -> None:
         read_checkpoint(folder)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(max_size=2000))
 @example(b"step-1")
 @example(b"step-1\n\n")

@@ -342,7 +342,6 @@ def datasets(draw: st.DrawFn) -> Dataset:
 @given(datasets(), st.sampled_from(FORMATS))
 @settings(
     max_examples=80,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_data_set_reads_back_or_is_refused(

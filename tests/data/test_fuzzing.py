@@ -54,7 +54,7 @@ def test_a_changed_file_is_sound_or_refused(target: str, tmp_path: Path) -> None
     run = fuzzing.runner(target, tmp_path)
 
     @given(st.sampled_from(seeds(target)), changes)
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
     def check(seed: bytes, edits: list[tuple[float, int, bytes]]) -> None:
         run(changed(seed, edits))
 
@@ -66,7 +66,7 @@ def test_any_tokens_are_sound_or_refused(target: str, tmp_path: Path) -> None:
     run = fuzzing.runner(target, tmp_path)
 
     @given(st.lists(pieces, max_size=30).map(b"".join))
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
     def check(data: bytes) -> None:
         run(data)
 

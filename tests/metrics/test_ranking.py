@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
@@ -188,7 +188,6 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None)
 @given(problems())
 def test_every_metric_equals_a_plain_python_oracle(problem: dict[str, Any]) -> None:
     k, labels, weights = problem["k"], problem["labels"], problem["weights"]
@@ -423,7 +422,6 @@ def test_masking_fills_up_to_k_with_no_prediction() -> None:
     np.testing.assert_array_equal(mask_pairs(tops([[1]]), csr([[0]], 2), 3), [[1, -1, -1]])
 
 
-@settings(deadline=None)
 @given(problems())
 def test_masking_equals_a_plain_python_filter(problem: dict[str, Any]) -> None:
     k = problem["k"]

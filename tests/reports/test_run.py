@@ -182,7 +182,7 @@ LINES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(LINES, min_size=1, max_size=3))
 def test_any_lines_give_a_page_or_a_refusal(lines: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
