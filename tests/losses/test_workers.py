@@ -61,8 +61,15 @@ def one_process(kind: str, ignored: Tensor | None = None) -> tuple[Tensor, list[
         towers.loss.bias,
         ignored,
     )
+    return loss.detach(), stepped(towers, loss)
+
+
+def stepped(towers: Towers, loss: Tensor) -> list[Tensor]:
+    """Take a step of an optimizer; return all gradients and what they make of the parameters."""
     loss.backward()
-    return loss.detach(), [value.grad for value in towers.parameters() if value.grad is not None]
+    learnt = [value for value in towers.parameters() if value.grad is not None]
+    torch.optim.SGD(learnt, lr=0.5, momentum=0.9).step()
+    return [value.grad for value in learnt if value.grad is not None] + [value.detach() for value in learnt]
 
 
 def check_split(rank: int, size: int) -> list[str]:
@@ -77,8 +84,7 @@ def check_split(rank: int, size: int) -> list[str]:
             towers = Towers(kind, layout)
             copy = DistributedDataParallel(towers)
             loss = copy(queries[own], keys[own_keys], lists(positive[own]), *others)
-            loss.backward()
-            found = [value.grad for value in towers.parameters() if value.grad is not None]
+            found = stepped(towers, loss)
             close = len(found) == len(truth) and all(
                 torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
                 for ours, theirs in zip(found, truth, strict=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracles
 import pytest
 import torch
 import torch.distributed as distributed
@@ -15,7 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import in_workers, uneven_rows
 
 from xmlc import SparseHead
+from xmlc.config import OptimizerConfig
+from xmlc.data.ragged import ragged_rows
 from xmlc.errors import ConfigError, NativeError
+from xmlc.nn import output_layer
+from xmlc.ops import OptimizerState
+from xmlc.ops.top_labels import top_labels_reference
 from xmlc.parallel import Workers, deal_labels
 
 INPUTS, LABELS, BATCH = 4, 150, 11
@@ -105,9 +111,93 @@ def compare(rank: int, size: int, group: Any = None, alone_in: Any = None) -> di
             check_redistribution(model.head, alone.head)
         except AssertionError as error:
             wrong.append(f"{settings} {counts is None}: {error}")
+    wrong += check_in_float64(own, shared_out, alone_in)
     if size <= 3:  # units of 64 labels
         wrong += check_float8(own, shared_out, alone_in)
     return {"wrong": wrong, "calls": collectives(shared_out)}
+
+
+def check_in_float64(own: slice, shared_out: dict[str, Any], alone_in: Any) -> list[str]:
+    """With the references in place of the kernels, only the order of sums in float64 can differ."""
+    wrong = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_layer, "fused_step", exact_step)
+        patch.setattr(output_layer, "top_labels", top_labels_reference)
+        for settings, counts in zip(SETTINGS, (None, COUNTS, COUNTS), strict=True):
+            truth = train_in_float64(slice(None), {**settings, "group": alone_in})
+            found = train_in_float64(own, {**settings, **shared_out, "label_counts": counts})
+            try:
+                torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+            except AssertionError as error:
+                wrong.append(f"float64 {settings}: {error}")
+    return wrong
+
+
+def train_in_float64(own: slice, settings: dict[str, Any]) -> dict[str, Any]:
+    """Take two steps of an encoder and an output layer, and rank; return all that comes of it."""
+    torch.manual_seed(0)
+    encoder = nn.Linear(INPUTS, 23).double()
+    options = {"width": None, "fan_in": 5, "weight_init": "fan_in", "seed": 3}
+    head = SparseHead(23, LABELS, **{**options, **settings})
+    layer = head.parallel or head.output
+    in_float64(head.output)
+    positives = ragged_rows(ROWS[own], len(ROWS[own]), LABELS, "test")
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    losses, gradients, features = [], [], data().double()
+    for step in (1, 2):
+        hidden = encoder(features[own]).relu()
+        loss, gradient = layer.step(hidden.detach().T.contiguous(), positives, 0.05, step)
+        assert gradient.dtype == torch.float64
+        optimizer.zero_grad()
+        (hidden * gradient.T).sum().backward()
+        mine = [each.grad for each in encoder.parameters() if each.grad is not None]
+        head.workers.sum_gradients(mine)
+        losses.append(loss)
+        gradients += [each.clone() for each in mine]
+        optimizer.step()
+    with torch.no_grad():
+        ranked = [layer.top_labels(encoder(features).relu().T.contiguous(), k) for k in (1, 7, LABELS)]
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "encoder": list(encoder.parameters()),
+        "layer": dict(head.state_dict()),
+        "ranked": ranked,
+    }
+
+
+def in_float64(layer: output_layer.SparseOutput) -> None:
+    layer.feature_dtype = torch.float64
+    layer.weight, layer.bias = layer.weight.double(), layer.bias.double()
+    layer.state = OptimizerState(**{name: each.double() for name, each in layer.state.tensors().items()})
+
+
+def exact_step(
+    features: Tensor,
+    positive_offsets: Tensor,
+    positive_labels: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    *,
+    optimizer: OptimizerConfig,
+    learning_rate: float,
+    state: OptimizerState,
+    step: int,
+    group_size: int,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Take the step of `fused_step` by dense algebra in float64."""
+    problem = oracles.Problem(
+        features, weight, indices, bias, positive_offsets, positive_labels.long(), group_size
+    )
+    of_loss = {name: others[name] for name in ("loss", "scale", "positive_weight", "share_positives")}
+    gradient = oracles.gradients(problem, dtype=torch.float64, **of_loss)
+    exact = oracles.DenseOptimizer(optimizer, learning_rate, weight, bias, state)
+    exact.step(gradient.weight, gradient.bias, step)
+    for name, value in state.tensors().items():
+        value.copy_(exact.state[name])
+    return gradient.loss, gradient.features
 
 
 def check_float8(own: slice, shared_out: dict[str, Any], alone_in: Any) -> list[str]:
