@@ -405,6 +405,9 @@ class TrainingConfig(Section):
     """A loss above this many times the run's first one has exploded; 0 waits until it is no number."""
     checkpoint_seconds: NonNegativeFloat = 600.0
     """Longest time between two checkpoints; every evaluation writes one as well."""
+    worker_timeout_seconds: Annotated[float, Field(ge=1.0, le=1e6)] = 1800.0
+    """Of several workers: how long one waits for another, at the start and in each exchange, before the run
+    ends with an error. Longer than the slowest may need more for its data, an evaluation or a checkpoint."""
     keep_last: PositiveInt = 1
     """Checkpoints to keep, the last ones; the best one stays besides."""
     paper_protocol: bool = False

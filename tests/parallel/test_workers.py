@@ -20,20 +20,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_process_without_a_launcher_is_alone() -> None:
-    with joined("cpu") as found:
+    with joined("cpu", 60.0) as found:
         assert found is ALONE
     assert not distributed.is_initialized()
 
 
 def test_one_launched_worker_is_alone(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("WORLD_SIZE", "1")
-    with joined("cpu") as found:
+    with joined("cpu", 60.0) as found:
         assert found is ALONE
 
 
 def test_workers_that_cannot_meet_say_so(launched: pytest.MonkeyPatch) -> None:
     expected = "torchrun's 2 workers must reach each other, worker 1 found: .*MASTER_PORT.*; see torchrun's"
-    with pytest.raises(WorkerError, match=expected), joined("cpu"):
+    with pytest.raises(WorkerError, match=expected), joined("cpu", 60.0):
         pass
 
 

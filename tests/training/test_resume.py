@@ -357,6 +357,7 @@ def test_a_changed_setting_is_refused_by_key(
         ("training", "on_divergence", "lower_rate"),
         ("training", "explosion_factor", 100.0),
         ("training", "checkpoint_seconds", 1.0),
+        ("training", "worker_timeout_seconds", 60.0),
         ("training", "keep_last", 2),
         ("training", "tensorboard", True),
     ],

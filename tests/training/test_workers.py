@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -197,10 +198,29 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_workers_of_the_command_line_stop_when_one_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "timeout_seconds", "told"),
+    [
+        (signal.SIGKILL, 300.0, "another worker has stopped or failed"),
+        (
+            signal.SIGSTOP,
+            10.0,
+            "2 workers, worker 0 waited [0-9]+ s for another one in [a-z_ ]+ of step [0-9]+; it hangs or",
+        ),
+    ],
+    ids=["killed", "hangs"],
+)
+def test_workers_of_the_command_line_stop_when_one_is_killed_or_hangs(
+    sent: signal.Signals, timeout_seconds: float, told: str, tmp_path: Path
+) -> None:
     """Processes as torchrun starts them, by their environment."""
     data = problems.write_folder(tmp_path / "data", "sparse")
-    config = settings(100_000, model={"direct_fan_in": 0}, similarity={"neighbour_weight": 0.0})
+    config = settings(
+        100_000,
+        model={"direct_fan_in": 0},
+        similarity={"neighbour_weight": 0.0},
+        training={"worker_timeout_seconds": timeout_seconds},
+    )
     (tmp_path / "config.toml").write_text(dump_config(config))
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -224,13 +244,13 @@ def test_workers_of_the_command_line_stop_when_one_is_killed(tmp_path: Path) -> 
         while not latest.exists() and time.monotonic() < until:
             assert all(each.poll() is None for each in workers), workers[0].communicate()
             time.sleep(0.05)
-        workers[1].send_signal(signal.SIGKILL)
+        workers[1].send_signal(sent)
         _, message = workers[0].communicate(timeout=60)
     finally:
         for each in workers:
             each.kill()
             each.communicate()
     assert workers[0].returncode == 2
-    assert "another worker has stopped or failed" in message.splitlines()[-1]
+    assert re.search(told, message.splitlines()[-1])
     assert "Traceback" not in message
     assert load(tmp_path / "run").model.problem.label_count == problems.LABELS

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ class Workers:
     """The workers of a process group; without one, this process alone, for which nothing is communicated.
 
     Every call is one collective. Uneven rows are padded to the longest part, as gloo needs equal ones.
-    ``calls`` counts the collectives by name.
+    ``calls`` counts the collectives by name; ``place`` says where the run is that waits for one of them.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None = None, alone: bool = False) -> None:
@@ -30,6 +32,7 @@ class Workers:
         self.rank = distributed.get_rank(group) if spread else 0
         self.size = distributed.get_world_size(group) if spread else 1
         self.calls: dict[str, int] = {}
+        self.place: Callable[[], str] = lambda: "the caller's loop"
 
     def __deepcopy__(self, _: dict[int, Any]) -> Workers:
         """Return this object: a process group cannot be copied, nor would a copy be another one."""
@@ -109,9 +112,17 @@ class Workers:
 
     def _call(self, name: str, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
+        started = time.monotonic()
         try:
             collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise WorkerError(
+                    f"parallel: {name} needs all {self.size} workers, worker {self.rank} waited "
+                    f"{time.monotonic() - started:.0f} s for another one in {self.place()}; it hangs or "
+                    "cannot be reached, see its own output; where it is only slow, raise the group's timeout "
+                    "(training.worker_timeout_seconds)"
+                ) from error
             raise WorkerError(
                 f"parallel: {name} needs all {self.size} workers, worker {self.rank} found: {error}; "
                 "another worker has stopped or failed, see its own message"
@@ -140,13 +151,14 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Workers]:
+def joined(device: str, timeout_seconds: float) -> Iterator[Workers]:
     """Join the workers that torchrun has started, or the caller in torch.distributed's default group.
 
     Alone where there are none. Of a group that is made here, this ends with it.
 
     Args:
         device: ``cpu`` or ``cuda``, of which every worker of a machine takes another one.
+        timeout_seconds: How long a worker waits for the others, in a group that is made here.
 
     Raises:
         WorkerError: The others do not come.
@@ -160,7 +172,8 @@ def joined(device: str) -> Iterator[Workers]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+        backend = "nccl" if device == "cuda" else "gloo"
+        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         raise WorkerError(
             f"parallel: torchrun's {os.environ['WORLD_SIZE']} workers must reach each other, worker "

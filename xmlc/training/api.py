@@ -93,7 +93,7 @@ def train_run(
         source = Path(config) if isinstance(config, str | Path) else config
     settings = load_config(source, overrides, preset or "default")
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
-    with joined(settings.training.device) as workers:
+    with joined(settings.training.device, settings.training.worker_timeout_seconds) as workers:
         train_into(
             run,
             dataset,

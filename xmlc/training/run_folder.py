@@ -54,6 +54,7 @@ CHANGEABLE = frozenset(
         "training.on_divergence",
         "training.explosion_factor",
         "training.checkpoint_seconds",
+        "training.worker_timeout_seconds",
         "training.keep_last",
         "training.tensorboard",
         "training.device",

@@ -124,6 +124,8 @@ class Trainer:
         self.rate_factor = 1.0  # below 1 after a loss that diverged
         self.seconds = 0.0  # spent in training steps, over all sessions of the run
         self.stopwatch = Stopwatch()  # since the last line of metrics
+        if workers.size > 1:
+            workers.place = self._place
         self._saved = time.monotonic()
         self._signal: int | None = None
         board = config.training.tensorboard and workers.rank == 0
@@ -165,6 +167,10 @@ class Trainer:
         if reason is None and self.position.finished:
             progress.say(f"{path}: {self._reason_to_end()}")
         self.folder.log(f"finished after {self.position.step} steps, {self._reason_to_end()}")
+
+    def _place(self) -> str:
+        """Say where the run is, for a worker that waits for another one."""
+        return f"{self.stopwatch.current or 'the end'} of step {self.position.step}"
 
     @property
     def _sparse_output(self) -> SparseOutput | LabelParallelOutput | None:
