@@ -13,7 +13,8 @@ from records import entry, old_entry
 
 from xmlc.errors import CheckpointError
 from xmlc.reports import write_report
-from xmlc.reports.page import changed_settings, highlights, page
+from xmlc.reports.figures import Table
+from xmlc.reports.page import changed_settings, highlights, page, table_html
 from xmlc.reports.run import read_run
 
 Write = Callable[..., Path]
@@ -179,3 +180,10 @@ def test_a_place_that_cannot_be_written_is_refused(write: Write, tmp_path: Path)
 def test_a_folder_whose_name_is_no_unicode_is_reported_on(write: Write, tmp_path: Path) -> None:
     run = write(entry(1)).rename(tmp_path / os.fsdecode(b"caf\xe9"))
     assert b"Run caf?" in write_report(run).read_bytes()
+
+
+def test_columns_of_text_are_read_from_their_left_and_numbers_from_their_right() -> None:
+    rows = (("weights <a>", "1,024", "12 *"), ("bias", "-0.5", "-"))
+    seen = checked(table_html(Table("parts", ("part", "bytes", "epoch"), rows))).seen
+    styles = [attributes.get("class") for tag, attributes in seen if tag in ("th", "td")]
+    assert styles == ["text", None, None] * 3

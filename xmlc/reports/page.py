@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -15,6 +16,7 @@ from xmlc.reports.figures import ABSENT, Figure, Table, figures, phase_total, ph
 from xmlc.reports.run import Run, read_run
 
 REPORT = "report.html"
+NUMBER = re.compile(r"-?[\d.,]*( \*)?")  # of a table's cell; a star marks the best row
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 56rem;
@@ -30,6 +32,8 @@ figure { margin: 0; } svg { width: 100%; height: auto; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.15rem 0.7rem 0.15rem 0; text-align: left;
   vertical-align: top; }
 .numbers th, .numbers td { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.numbers .text { text-align: left; }
+.numbers .text:last-child { white-space: normal; overflow-wrap: break-word; min-width: 16rem; }
 pre { background: #f5f5f5; padding: 0.8rem; overflow-x: auto; font-size: 0.8rem; }
 summary { cursor: pointer; }
 """
@@ -204,11 +208,18 @@ def figure_html(figure: Figure) -> str:
 
 def table_html(table: Table) -> str:
     """Return a table with its heading."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
-    body = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{_rows(table.rows)}</table></div>'
+    columns = zip(*table.rows, strict=True)
+    styles = ["" if all(map(NUMBER.fullmatch, column)) else ' class="text"' for column in columns]
+    lines = [_cells("th", table.header, styles), *(_cells("td", row, styles) for row in table.rows)]
+    body = f'<div class="wide"><table class="numbers">{"".join(lines)}</table></div>'
     if table.folded:
         body = f"<details><summary>{len(table.rows):,} rows</summary>{body}</details>"
     return f"<h2>Table: {escape(table.title)}</h2>{body}"
+
+
+def _cells(tag: str, cells: Iterable[str], styles: Iterable[str]) -> str:
+    row = "".join(f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
+    return f"<tr>{row}</tr>"
 
 
 def _rows(rows: Iterable[Iterable[str]]) -> str:
