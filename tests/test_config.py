@@ -239,6 +239,20 @@ def test_a_dense_output_does_not_care_about_fan_in() -> None:
     assert config.model.output == "dense"
 
 
+def test_low_bit_gradients_need_dense_ones() -> None:
+    bits, towers = "training.gradient_bits=8", "model.output=two_tower"
+    for others in ([], [towers], ["encoder.kind=transformer", "encoder.path=x"]):
+        with pytest.raises(ConfigError, match="gradient_bits = 8 needs dense gradients to exchange"):
+            load_config(None, [bits, *others])
+    for others in (
+        [towers, "two_tower.projection=8"],
+        ["encoder={kind='transformer',path='x',frozen=false}"],
+    ):
+        assert load_config(None, [bits, *others]).training.gradient_bits == 8
+    with pytest.raises(ConfigError, match=r"training\.gradient_bits: .* found 16"):
+        load_config(None, ["training.gradient_bits=16"])
+
+
 def test_an_optimizer_by_label_needs_a_sparse_output() -> None:
     with pytest.raises(ConfigError, match=r"label_adam needs model\.output = sparse"):
         load_config(None, ["output_optimizer.kind=label_adam", "model.output=dense"])

@@ -405,6 +405,10 @@ class TrainingConfig(Section):
     """A loss above this many times the run's first one has exploded; 0 waits until it is no number."""
     checkpoint_seconds: NonNegativeFloat = 600.0
     """Longest time between two checkpoints; every evaluation writes one as well."""
+    gradient_bits: Literal[4, 8, 32] = 32
+    """Of several workers: what each number of a gradient takes that they exchange of a transformer or of two
+    towers. 4 and 8 round, and feed back to the next steps what that takes (LoCo); a run that goes on from a
+    checkpoint has lost the last such rest."""
     worker_timeout_seconds: Annotated[float, Field(ge=1.0, le=1e6)] = 1800.0
     """Of several workers: how long one waits for another, at the start and in each exchange, before the run
     ends with an error. Longer than the slowest may need more for its data, an evaluation or a checkpoint."""
@@ -463,6 +467,13 @@ class Config(Section):
                 raise ValueError(
                     f"training.storage = disk needs training.device = cpu, found {self.training.device}"
                 )
+        dense = self.encoder.trained or (self.model.output == "two_tower" and self.two_tower.projection > 0)
+        if self.training.gradient_bits != 32 and not dense:
+            raise ValueError(
+                f"training.gradient_bits = {self.training.gradient_bits} needs dense gradients to exchange: "
+                "those of a transformer with encoder.frozen = false, or of model.output = two_tower with "
+                "two_tower.projection above 0, found neither"
+            )
         if self.similarity.used and self.model.output != "sparse":
             raise ValueError(f"similarity needs model.output = sparse, found {self.model.output}")
         return self

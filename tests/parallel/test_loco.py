@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import in_workers
 
 from xmlc.errors import ConfigError
-from xmlc.parallel import LoCo, Workers, loco_hook
+from xmlc.parallel import LoCo, LowBitWorkers, Workers, loco_hook
 from xmlc.parallel.loco import BLOCK, decoded, encoded
 
 SIZE, NUMBERS, STEPS = 3, 5_000, 256
@@ -116,6 +116,20 @@ def collectives(rank: int) -> dict[str, int]:
     return state.workers.calls
 
 
+def low_bit_sums(rank: int, size: int) -> float:
+    """Return how far the mean of 32 rounded sums is from the exact one, in units of the gradients' noise."""
+    workers, exact = LowBitWorkers(8), Workers()
+    error = torch.zeros(NUMBERS)
+    for step in range(32):
+        rounded, truth = gradients(rank, step), gradients(rank, step)
+        workers.sum_gradients(list(rounded.split([1000, NUMBERS - 1000])))
+        exact.sum_gradients([truth])
+        error += rounded - truth
+        assert step > 0 or not torch.equal(rounded, truth)
+    assert workers.calls == {"all_to_all": 32, "all_gather": 32}
+    return float((error / 32).abs().max()) / 0.1
+
+
 def together(rank: int, size: int) -> dict[str, Any]:
     errors = {
         (bits, average, feedback): mean_errors(rank, size, bits, average, feedback)
@@ -126,6 +140,7 @@ def together(rank: int, size: int) -> dict[str, Any]:
         "regression": {bits: regression(rank, size, bits and LoCo(bits, 0.9)) for bits in (None, 8, 4)},
         "infinity": after_infinity(rank, size),
         "calls": collectives(rank),
+        "sums": low_bit_sums(rank, size),
     }
 
 
@@ -133,6 +148,8 @@ def test_workers_lose_nothing_for_good(tmp_path: Path) -> None:
     found = in_workers(SIZE, together, tmp_path)
     for each in found:
         assert each["calls"] == {"all_to_all": 1, "all_gather": 1}
+        # A unit of 8 bits is 0.03 of the noise of these gradients, and of three workers a sum holds three.
+        assert each["sums"] < 3 * 0.03
         assert each["infinity"] == [True, False, True]
         for (_, _, feedback), (early, late) in each["errors"].items():
             # As the number of steps, eight times; of errors that are forgotten as its square root.
@@ -150,6 +167,9 @@ def test_one_worker_sends_nothing() -> None:
     sent = torch.stack([state.mean(gradients(0, 1), 0, (1,)) for _ in range(50)])
     assert state.workers.calls == {} and isinstance(state.workers, Workers)
     torch.testing.assert_close(sent.mean(0), gradients(0, 1), rtol=0.0, atol=1e-3)
+    alone, gradient = LowBitWorkers(4), gradients(0, 1)
+    alone.sum_gradients([gradient])
+    assert torch.equal(gradient, gradients(0, 1)) and alone.calls == {}
     other = state.mean(gradients(0, 2), 0, (2,))  # other parameters: the errors are not theirs
     torch.testing.assert_close(other, LoCo(8, 0.0).mean(gradients(0, 2), 0, (2,)), rtol=0.0, atol=0.0)
 

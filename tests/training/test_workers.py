@@ -24,7 +24,7 @@ import two_towers
 from workers import in_workers
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint
-from xmlc.config import Config, dump_config
+from xmlc.config import Config, build_config, dump_config
 from xmlc.data import Dataset
 from xmlc.errors import ConfigError, WorkerError
 from xmlc.evaluation import load
@@ -84,6 +84,23 @@ TEXTS: dict[str, tuple[Dataset, Callable[[Path], Config]]] = {
 }
 
 
+def low_bit(config: Config, bits: int, **sections: dict[str, Any]) -> Config:
+    made = config.model_dump()
+    for name, values in {"training": {"gradient_bits": bits}, **sections}.items():
+        made[name] |= values
+    return build_config(made)
+
+
+# One process sends nothing, so that the same settings give it all bits.
+LOW_BITS: dict[str, tuple[Dataset, Callable[[Path], Config]]] = {
+    "transformer, 8 bits": (TEXTS["transformer"][0], lambda path: low_bit(over_transformer(path), 8)),
+    "towers, 4 bits": (
+        two_towers.dataset(),
+        lambda _: low_bit(towers(None), 4, two_tower={"projection": 32}),
+    ),
+}
+
+
 def drawn() -> Config:
     """Return settings under which workers draw other numbers than one process."""
     return settings(
@@ -96,11 +113,12 @@ def drawn() -> Config:
     )
 
 
-def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str, int]]:
+def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str, int], list[int]]:
     """Train as one of three workers, and go on as one of two.
 
     Returns:
-        The errors of what cannot be trained, and the collectives of a step.
+        The errors of what cannot be trained, the collectives of a step, and how many exchanges of rounded
+        gradients a step of each of `LOW_BITS` takes.
     """
     two = distributed.new_group([0, 1])
     three = Workers()
@@ -112,6 +130,10 @@ def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str
         trainer.save()
     for name, (dataset, config) in TEXTS.items():
         train_into(folder / name, dataset, config(folder / "encoder"), workers=three)
+    exchanges = []
+    for name, (dataset, config) in LOW_BITS.items():
+        trainer = train_into(folder / name, dataset, config(folder / "encoder"), workers=three)
+        exchanges.append(collectives_of_a_step(trainer)["all_to_all"])
     train_into(folder / "handed on", DATA, settings(1), workers=three)
     train_into(folder / "drawn", DENSE, drawn(), workers=three)
     errors = []
@@ -129,7 +151,7 @@ def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str
         train_into(folder / "refused", DATA, settings(), budget_bytes=1 << 40, workers=three)
     if rank < 2:
         train_into(folder / "handed on", DATA, settings(2), resume=True, workers=Workers(two))
-    return errors, calls
+    return errors, calls, exchanges
 
 
 def collectives_of_a_step(trainer: Trainer) -> dict[str, int]:
@@ -143,7 +165,8 @@ def test_workers_train_what_one_process_trains_and_hand_it_on(tmp_path: Path) ->
     train_into(tmp_path / "one", DATA, settings())
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     encoder = encoders.write(tmp_path / "encoder", **no_dropout)
-    for errors, calls in in_workers(3, train_together, tmp_path, tmp_path):
+    for errors, calls, exchanges in in_workers(3, train_together, tmp_path, tmp_path):
+        assert exchanges == [1, 1]
         assert [error.split("found ")[1].split(";")[0].split(",")[0] for error in errors] == [
             "loss.kind = softmax",
             "bottleneck",
@@ -161,6 +184,10 @@ def test_workers_train_what_one_process_trains_and_hand_it_on(tmp_path: Path) ->
     for name, (dataset, config) in TEXTS.items():
         train_into(tmp_path / f"one {name}", dataset, config(encoder))
         assert_equal_runs(tmp_path / name, tmp_path / f"one {name}")
+    for name, (dataset, config) in LOW_BITS.items():
+        train_into(tmp_path / f"one {name}", dataset, config(encoder))
+        bits = config(encoder).training.gradient_bits
+        assert_near_runs(tmp_path / name, tmp_path / f"one {name}", {8: 0.005, 4: 0.1}[bits])
     # What workers draw differs from one process; what holds of every layer does not.
     lines = metrics(tmp_path / "drawn")
     assert [line["epoch"] for line in lines] == list(range(1, 9))
@@ -186,6 +213,27 @@ def assert_equal_runs(run: Path, alone: Path) -> None:
         assert line.get("active_share", 0.0) == pytest.approx(truth.get("active_share", 0.0), rel=1e-3)
         for metric, value in truth["validation"].items():
             assert line["validation"][metric] == pytest.approx(value, abs=0.09)  # one of 12 instances
+
+
+def assert_near_runs(run: Path, alone: Path, most: float) -> None:
+    """Require rounded gradients, more than order of sums explains, and weights that they leave near exact."""
+    found, expected = checkpoint(run), checkpoint(alone)
+    assert found.keys() == expected.keys()
+    apart = {key: distance([found[key]], [value]) for key, value in expected.items()}
+    assert max(value for key, value in apart.items() if key.startswith("optimizer.")) > 5e-3
+    weights = [key for key in expected if key.startswith("model.") and not key.endswith("indices")]
+    assert distance([found[key] for key in weights], [expected[key] for key in weights]) < most
+    for line, truth in zip(metrics(run), metrics(alone), strict=True):
+        assert line["loss"] == pytest.approx(truth["loss"], rel=4 * most)
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the Euclidean distance, as a share of what is expected."""
+    pairs = [
+        (one.double().flatten(), two.double().flatten()) for one, two in zip(found, expected, strict=True)
+    ]
+    apart, size = (torch.cat([each[place] for each in pairs]) for place in (0, 1))
+    return float((apart - size).norm() / size.norm().clamp_min(1e-30))
 
 
 def checkpoint(run: Path) -> dict[str, torch.Tensor]:

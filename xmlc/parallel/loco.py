@@ -1,4 +1,4 @@
-"""Gradients in 4 or 8 bits between data-parallel workers, as a communication hook of DDP.
+"""Gradients in 4 or 8 bits between data-parallel workers, as a communication hook of DDP, and without DDP.
 
 After Xie et al. 2024, "LoCo: Low-bit communication adaptor for large-scale model training": what rounding
 takes from a gradient is fed back to later ones, as a moving average, so that no part of it is lost for good.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xmlc.errors import ConfigError
-from xmlc.parallel.workers import Workers
+from xmlc.parallel.workers import Workers, buckets
 
 BLOCK = 1024
 """Numbers with a common scale."""
@@ -97,6 +97,29 @@ class LoCo:
         lost = value - decoded(codes, self.bits)
         error.lerp_(lost, 1.0 - self.moving_average).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return codes
+
+
+class LowBitWorkers(Workers):
+    """Workers that add up gradients in few bits; all else is exact, as theirs."""
+
+    def __init__(self, bits: Literal[4, 8], group: distributed.ProcessGroup | None = None) -> None:
+        """Take the bits of every number sent, and a group; see `LoCo`."""
+        super().__init__(group)
+        self._loco = LoCo(bits, group=group)
+        self._loco.workers = self
+
+    def sum_gradients(self, gradients: list[Tensor]) -> None:
+        """Add the gradients of all workers, in place, rounded: two collectives for each bucket.
+
+        Errors are those of a place in the list: gradients of the same sizes must be of the same parameters.
+        """
+        if self.size == 1:
+            return
+        for number, bucket in enumerate(buckets(gradients)):
+            sizes = tuple(each.numel() for each in bucket)
+            flat = self._loco.mean(torch.cat([each.flatten() for each in bucket]), number, sizes) * self.size
+            for each, part in zip(bucket, flat.split(sizes), strict=True):
+                each.copy_(part.view_as(each))
 
 
 def loco_hook(state: LoCo, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:

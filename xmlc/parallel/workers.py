@@ -81,7 +81,7 @@ class Workers:
         """
         if self.size == 1:
             return
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients):
             flat = self.sum(torch.cat([each.flatten() for each in bucket]))
             for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                 each.copy_(part.view_as(each))
@@ -129,7 +129,7 @@ class Workers:
             ) from error
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield runs of tensors of one dtype and of up to `BUCKET_BYTES`, or single larger ones."""
     bucket: list[Tensor] = []
     for tensor in tensors:

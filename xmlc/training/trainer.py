@@ -44,7 +44,7 @@ from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
 from xmlc.nn.label_parallel import LabelParallelOutput, check_shareable
 from xmlc.nn.output_layer import SparseOutput, normalised
-from xmlc.parallel import ALONE, Workers, as_bytes
+from xmlc.parallel import ALONE, LowBitWorkers, Workers, as_bytes
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
@@ -103,6 +103,9 @@ class Trainer:
         self.config = config
         self.folder = folder
         self.prepared = prepared
+        bits = config.training.gradient_bits
+        if workers.size > 1 and bits != 32:
+            workers = LowBitWorkers(bits, workers.group)
         self.workers = workers
         encoder = prepared.text_encoder
         self.model = make_model(
