@@ -40,5 +40,5 @@ def test_workers_that_cannot_meet_say_so(launched: pytest.MonkeyPatch) -> None:
 def test_buckets_hold_one_dtype_and_no_more_than_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "BUCKET_BYTES", 40)
     tensors = [torch.zeros(4), torch.zeros(6), torch.zeros(1), torch.zeros(1).double(), torch.zeros(99)]
-    lengths = [[len(each) for each in bucket] for bucket in workers.buckets(tensors)]
+    lengths = [[len(each) for each in bucket] for bucket in workers._buckets(tensors)]
     assert lengths == [[4, 6], [1], [1], [99]]

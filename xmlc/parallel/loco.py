@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xmlc.errors import ConfigError
-from xmlc.parallel.workers import Workers, buckets
+from xmlc.parallel.workers import Workers
 
 BLOCK = 1024
 """Numbers with a common scale."""
@@ -108,18 +108,12 @@ class LowBitWorkers(Workers):
         self._loco = LoCo(bits, group=group)
         self._loco.workers = self
 
-    def sum_gradients(self, gradients: list[Tensor]) -> None:
-        """Add the gradients of all workers, in place, rounded: two collectives for each bucket.
+    def _sum_bucket(self, flat: Tensor, number: int, sizes: tuple[int, ...]) -> Tensor:
+        """Return the rounded sum, by two collectives.
 
         Errors are those of a place in the list: gradients of the same sizes must be of the same parameters.
         """
-        if self.size == 1:
-            return
-        for number, bucket in enumerate(buckets(gradients)):
-            sizes = tuple(each.numel() for each in bucket)
-            flat = self._loco.mean(torch.cat([each.flatten() for each in bucket]), number, sizes) * self.size
-            for each, part in zip(bucket, flat.split(sizes), strict=True):
-                each.copy_(part.view_as(each))
+        return self._loco.mean(flat, number, sizes) * self.size
 
 
 def loco_hook(state: LoCo, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:

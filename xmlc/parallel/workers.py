@@ -81,10 +81,15 @@ class Workers:
         """
         if self.size == 1:
             return
-        for bucket in buckets(gradients):
-            flat = self.sum(torch.cat([each.flatten() for each in bucket]))
-            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+        for number, bucket in enumerate(_buckets(gradients)):
+            sizes = tuple(each.numel() for each in bucket)
+            flat = self._sum_bucket(torch.cat([each.flatten() for each in bucket]), number, sizes)
+            for each, part in zip(bucket, flat.split(sizes), strict=True):
                 each.copy_(part.view_as(each))
+
+    def _sum_bucket(self, flat: Tensor, _number: int, _sizes: tuple[int, ...]) -> Tensor:
+        """Return the sum over all workers of one bucket: the number-th, of gradients of these sizes."""
+        return self.sum(flat)
 
     def sum_sparse(self, gradient: Tensor) -> Tensor:
         """Return the sum of all workers' sparse gradients of rows, coalesced; see `gather_sizes`."""
@@ -129,7 +134,7 @@ class Workers:
             ) from error
 
 
-def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield runs of tensors of one dtype and of up to `BUCKET_BYTES`, or single larger ones."""
     bucket: list[Tensor] = []
     for tensor in tensors:

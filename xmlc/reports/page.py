@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -210,20 +210,20 @@ def table_html(table: Table) -> str:
     """Return a table with its heading."""
     columns = zip(*table.rows, strict=True)
     styles = ["" if all(map(NUMBER.fullmatch, column)) else ' class="text"' for column in columns]
-    lines = [_cells("th", table.header, styles), *(_cells("td", row, styles) for row in table.rows)]
+    lines = [_row(table.header, styles, "th"), *(_row(cells, styles) for cells in table.rows)]
     body = f'<div class="wide"><table class="numbers">{"".join(lines)}</table></div>'
     if table.folded:
         body = f"<details><summary>{len(table.rows):,} rows</summary>{body}</details>"
     return f"<h2>Table: {escape(table.title)}</h2>{body}"
 
 
-def _cells(tag: str, cells: Iterable[str], styles: Iterable[str]) -> str:
-    row = "".join(f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))
-    return f"<tr>{row}</tr>"
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    return "".join(map(_row, rows))
 
 
-def _rows(rows: Iterable[Iterable[str]]) -> str:
-    return "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def _row(cells: Sequence[str], styles: Sequence[str] = (), tag: str = "td") -> str:
+    styled = zip(cells, styles or [""] * len(cells), strict=True)
+    return f"<tr>{''.join(f'<{tag}{style}>{escape(cell)}</{tag}>' for cell, style in styled)}</tr>"
 
 
 def _value(value: Any) -> str:
