@@ -147,7 +147,7 @@ def measure(folder: Path, features: str, variant: str, chosen: argparse.Namespac
         "limit_bytes": "" if chosen.limit is None else int(chosen.limit),
         "held_under_limit": "",
         "settings": " ".join(settings),
-        "command": " ".join(["benchmarks/memory.py", *sys.argv[1:]]),
+        "command": command_line(),
         "failed": "",
     }
     limits = [0] if chosen.limit is None else [int(chosen.limit), 0]
@@ -247,6 +247,13 @@ def append(path: Path, row: dict[str, Any], fields: tuple[str, ...] = FIELDS) ->
         if new:
             writer.writeheader()
         writer.writerow(row)
+
+
+def command_line() -> str:
+    """Return this process's command, less where its rows go: that says nothing of them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out")
+    return " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *parser.parse_known_args()[1]])
 
 
 def output(command: list[str]) -> str:

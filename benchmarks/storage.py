@@ -79,7 +79,7 @@ def main() -> None:
         row["output_step_ratio"] = round(
             found["disk"]["seconds"]["output_step"] / found["memory"]["seconds"]["output_step"], 3
         )
-        row["command"] = " ".join(["benchmarks/storage.py", *sys.argv[1:]])
+        row["command"] = memory["command_line"]()
         memory["append"](chosen.out, row, tuple(row))
         print(json.dumps(row), flush=True)
 
