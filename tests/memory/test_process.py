@@ -57,6 +57,29 @@ with PeakWatch() as watch:
     assert int(done.stdout) < 4 * MEBIBYTE
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_blocks_of_scratch_files_are_not_counted_where_no_sample_falls(told: bool, tmp_path: Path) -> None:
+    code = """
+import contextlib, sys, time
+from pathlib import Path
+import torch
+from xmlc.memory import process
+from xmlc.nn import scratch
+told, process.SAMPLE_SECONDS = sys.argv[2:], 60.0
+scratch.LOOK_SECONDS = 0.2
+files = scratch.ScratchFiles(Path(sys.argv[1]), 1)
+tensor = files.zeros((64 << 18,), torch.float32)
+with process.PeakWatch() as watch, scratch.before_drop(watch.sample) if told else contextlib.nullcontext():
+    start = watch.take()
+    tensor.fill_(1.0)
+    time.sleep(1.0)  # of 64 MiB, what is not kept is dropped
+    print(watch.take() - start)
+"""
+    done = child(code, str(tmp_path), *["told"] * told)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) < 4 * MEBIBYTE) == told
+
+
 def test_an_allocation_beyond_the_limit_fails_and_one_within_it_does_not() -> None:
     code = """
 import torch

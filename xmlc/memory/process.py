@@ -68,12 +68,13 @@ class PeakWatch:
     A thread samples it every two milliseconds. The kernel's own record of the resident peak, less the most
     that files had of it, catches what falls between two samples. A file that is mapped and unmapped between
     two of them counts as anonymous: the figure may be too high, never too low by more than what files change.
+    Who unmaps may call `sample` before.
     """
 
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._lock = threading.Lock()  # or what was read before a call of `take` is noted behind it
-        self._thread = threading.Thread(target=self._sample, name="peak-watch", daemon=True)
+        self._thread = threading.Thread(target=self._sample_on, name="peak-watch", daemon=True)
         self._reset()
 
     def __enter__(self) -> PeakWatch:
@@ -102,10 +103,14 @@ class PeakWatch:
         self._anonymous = max(self._anonymous, now.anonymous)
         self._file = max(self._file, now.file)
 
-    def _sample(self) -> None:
+    def sample(self) -> None:
+        """Look at what the process holds, from any thread."""
+        with self._lock:
+            self._note(usage())
+
+    def _sample_on(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
-            with self._lock:
-                self._note(usage())
+            self.sample()
 
 
 @contextmanager

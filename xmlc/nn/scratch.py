@@ -15,8 +15,8 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +41,22 @@ _STATM = Path("/proc/self/statm")
 _PAGEMAP = Path("/proc/self/pagemap")
 _IN_USE = 1 << 63  # of an entry: the process has the page in its page table
 _READ_AT_ONCE = 128 << 10  # the kernel cuts what is asked for in one piece to what it reads ahead by itself
+
+
+_before_drop: list[Callable[[], None]] = []
+
+
+@contextmanager
+def before_drop(call: Callable[[], None]) -> Iterator[None]:
+    """Within the body, call this before a block is dropped, when the process has the most of files in use.
+
+    Who samples memory may otherwise miss that, and take the block for memory of the process's own.
+    """
+    _before_drop.append(call)
+    try:
+        yield
+    finally:
+        _before_drop.remove(call)
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -147,6 +163,8 @@ class _MappedFile:
             os.posix_fadvise(self.file.fileno(), start, _READ_AT_ONCE, os.POSIX_FADV_WILLNEED)
 
     def _drop(self, block: int) -> None:
+        for call in _before_drop:
+            call()
         # What was changed stays with the kernel, which writes it when it is old or the room is wanted. To
         # ask for that at once makes this thread wait for the disk, and the next step for the block.
         self.mapped.madvise(mmap.MADV_DONTNEED, block * self.block, self._end(block) - block * self.block)

@@ -30,6 +30,7 @@ from xmlc.memory.process import (
     usage,
 )
 from xmlc.memory.tracked import NOTHING, Course, now, tracked
+from xmlc.nn.scratch import before_drop
 from xmlc.training import phases
 from xmlc.training.prepare import batches_of, prepare
 from xmlc.training.run_folder import RunFolder
@@ -220,6 +221,7 @@ def _run(dataset: Dataset, config: Config, encoder: Path | None = None, recorded
     with (
         tracked() if recorded else nullcontext(lambda: NOTHING) as course,
         PeakWatch() as watch,
+        before_drop(watch.sample),
         tempfile.TemporaryDirectory(prefix="xmlc-profile-") as folder,
     ):
         before = usage().anonymous
