@@ -102,6 +102,7 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
     from xmlc.memory.generated import generated_dataset
     from xmlc.memory.plan import plan
     from xmlc.memory.process import PeakWatch
+    from xmlc.nn.scratch import before_drop
     from xmlc.training.prepare import batches_of
     from xmlc.training.trainer import train_into
 
@@ -135,7 +136,11 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
         if line.startswith("MemAvailable")
     )
     dataset = generated_dataset(job["labels"], DENSE_FEATURES, None, (job["steps"] + 1) * job["batch"])
-    with tempfile.TemporaryDirectory(prefix="xmlc-storage-", dir=job["folder"]) as folder, Watch() as watch:
+    with (
+        tempfile.TemporaryDirectory(prefix="xmlc-storage-", dir=job["folder"]) as folder,
+        Watch() as watch,
+        before_drop(watch.sample),
+    ):
         run = Path(folder) / "run"
         trainer = train_into(run, dataset, config)
         prepared = trainer.prepared
