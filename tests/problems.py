@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import scipy.sparse
 
 from xmlc.config import Config, load_config
@@ -23,6 +24,12 @@ KINDS: tuple[Kind, ...] = ("text", "sparse", "dense")
 LABELS = 24
 FEATURES = 96  # of a sparse problem: three words for each label, and as many again that say nothing
 HIDDEN = 32  # of a dense problem
+
+
+every_output = pytest.mark.parametrize(
+    ("output", "width"), [("sparse", 64), ("sparse", 0), ("dense", 64), ("bottleneck", 64)]
+)
+"""Every output layer; the sparse one with a penultimate layer and without."""
 
 
 @dataclass(frozen=True)

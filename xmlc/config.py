@@ -148,8 +148,9 @@ class ModelConfig(Section):
     instance's text and the label's, both embedded by the encoder (``[two_tower]``)."""
     hidden: PositiveInt = 512
     """Width of the encoder's output; dense features and transformers bring their own."""
-    width: PositiveInt = 8192
-    """Units of the penultimate layer, that is, the ``input`` axis of the sparse output layer."""
+    width: NonNegativeInt = 8192
+    """Units of the penultimate layer, that is, the ``input`` axis of the sparse output layer. 0 has no
+    penultimate layer: labels connect to the encoder's output, whose ``hidden`` values are the inputs then."""
     fan_in: PositiveInt = 32
     """Inputs of each label (K)."""
     group_size: Literal[1, 16, 32, 64] = 1
@@ -189,7 +190,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_fan_in(self) -> ModelConfig:
-        if self.output == "sparse" and self.fan_in > self.width:
+        if self.output == "sparse" and self.fan_in > self.width > 0:
             raise ValueError(f"fan_in must be at most width = {self.width}, found {self.fan_in}")
         if self.output != "sparse" and self.feature_dtype != "float32":
             raise ValueError(

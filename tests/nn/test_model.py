@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -50,18 +51,34 @@ def for_dataset(dataset: Dataset, **sections: dict[str, Any]) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("output", "kind", "penultimate", "inputs"),
-    [("sparse", SparseOutput, 64, 64), ("dense", DenseOutput, None, 32), ("bottleneck", DenseOutput, 9, 9)],
+    ("output", "width", "kind", "penultimate", "inputs"),
+    [
+        ("sparse", 64, SparseOutput, 64, 64),
+        ("sparse", 0, SparseOutput, None, 32),
+        ("dense", 64, DenseOutput, None, 32),
+        ("bottleneck", 64, DenseOutput, 9, 9),
+    ],
 )
-def test_the_output_decides_what_lies_before_it(
-    output: str, kind: type, penultimate: int | None, inputs: int
+def test_output_and_width_decide_what_lies_before_it(
+    output: str, width: int, kind: type, penultimate: int | None, inputs: int
 ) -> None:
-    made = model(problem(), model={"output": output, "bottleneck": 9})
+    made = model(problem(), model={"output": output, "width": width, "bottleneck": 9})
     assert isinstance(made.output, kind)
     assert (None if made.penultimate is None else made.penultimate.linear.weight.shape[0]) == penultimate
     output_layer: Any = made.output
     columns = output_layer.input if output == "sparse" else output_layer.linear.weight.shape[1]
     assert columns == inputs
+
+
+def test_labels_have_at_most_the_inputs_that_there_are() -> None:
+    message = (
+        "model.fan_in: must be at most the encoder's 13 outputs, as model.width = 0 leaves out the "
+        "penultimate layer, found 14; lower it or give model.width"
+    )
+    dense = problem(dense_features=True, feature_count=13)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model(dense, model={"width": 0, "fan_in": 14})
+    assert model(dense, model={"width": 0, "fan_in": 13}).penultimate is None
 
 
 def test_dense_features_bring_their_own_width() -> None:
@@ -145,12 +162,15 @@ def test_a_factor_alone_weighs_every_positive_alike() -> None:
 # ---- what it computes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
+@problems.every_output
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_scores_are_those_of_the_formula(kind: problems.Kind, output: str) -> None:
+def test_scores_are_those_of_the_formula(kind: problems.Kind, output: str, width: int) -> None:
     dataset = problems.dataset(kind)
     made = for_dataset(
-        dataset, model={"output": output, "bottleneck": 9}, data={"unit_length": False}, loss={"kind": "bce"}
+        dataset,
+        model={"output": output, "width": width, "bottleneck": 9},
+        data={"unit_length": False},
+        loss={"kind": "bce"},
     )
     batch = batch_of(dataset)
 
@@ -162,11 +182,11 @@ def test_scores_are_those_of_the_formula(kind: problems.Kind, output: str) -> No
         )
         if kind == "sparse":
             x = x @ named["encoder.embedding"]
-        if output != "dense":
+        if made.penultimate is not None:
             x = (x @ named["penultimate.weight"].T + named["penultimate.bias"]).relu()
         weight = named["output.weight"]
         if output == "sparse":
-            weight = oracles.dense(weight, made.tensors()["output.indices"], 1, 64)
+            weight = oracles.dense(weight, made.tensors()["output.indices"], 1, width or 32)
         return x @ weight.T + named["output.bias"]
 
     scores, labels = made.top_labels(batch, 24)
@@ -221,11 +241,13 @@ def test_the_facts_of_a_problem_are_its_plain_values() -> None:
     )
 
 
-@pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
+@problems.every_output
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("group_size", [1, 16])
-def test_the_shapes_are_known_before_the_weights(output: str, dense: bool, group_size: int) -> None:
-    settings = {"output": output, "group_size": group_size, "bottleneck": 9}
+def test_the_shapes_are_known_before_the_weights(
+    output: str, width: int, dense: bool, group_size: int
+) -> None:
+    settings = {"output": output, "width": width, "group_size": group_size, "bottleneck": 9}
     made = model(problem(dense_features=dense), model=settings)
     expected = {name: tuple(value.shape) for name, value in made.tensors().items() if ".state." not in name}
     assert weight_shapes(made.config, made.problem) == expected

@@ -16,6 +16,7 @@ SHAPES = [
     "--set output_optimizer.kind=label_adam",
     "--labels 60000 --dim 128 --width 8192 --set model.weight_dtype=float8_e4m3fn "
     "--set model.weight_init=fan_in --set output_optimizer.state_dtype=float8_e4m3fn",
+    "--labels 60000 --dim 256 --set model.width=0",
     "--labels 30000 --dim 256 --set model.output=dense",
     "--labels 300000 --dim 128 --width 4096 --set training.storage=disk --set redistribution.mode=threshold",
 ]

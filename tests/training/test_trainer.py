@@ -57,13 +57,13 @@ def report(run: Path, dataset: Dataset) -> dict[str, Any]:
 # ---- it learns -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("output", ["sparse", "dense", "bottleneck"])
+@problems.every_output
 @pytest.mark.parametrize("kind", problems.KINDS)
 def test_every_output_learns_from_every_kind_of_features(
-    kind: problems.Kind, output: str, train: Train
+    kind: problems.Kind, output: str, width: int, train: Train
 ) -> None:
     dataset = problems.dataset(kind)
-    run = train(dataset, model={"output": output, "bottleneck": 16})
+    run = train(dataset, model={"output": output, "hidden": 64, "width": width, "bottleneck": 16})
     assert precision_on_test(run, dataset) > LEARNT
 
 

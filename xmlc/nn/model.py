@@ -72,7 +72,11 @@ ON_DISK = frozenset({"output.indices", "output.weight"})
 
 
 def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight by its name in `Model.tensors`, without making any."""
+    """Return the shape of every weight by its name in `Model.tensors`, without making any.
+
+    Raises:
+        ConfigError: Labels have more inputs than the layer before them has outputs.
+    """
     model = config.model
     shapes: dict[str, tuple[int, ...]] = {}
     hidden = problem.feature_count
@@ -87,6 +91,11 @@ def weight_shapes(config: Config, problem: Problem) -> dict[str, tuple[int, ...]
         shapes |= {"penultimate.weight": (width, hidden), "penultimate.bias": (width,)}
     inputs = width or hidden
     if model.output == "sparse":
+        if model.fan_in > inputs:
+            raise ConfigError(
+                f"model.fan_in: must be at most the encoder's {inputs} outputs, as model.width = 0 leaves "
+                f"out the penultimate layer, found {model.fan_in}; lower it or give model.width"
+            )
         inputs = model.fan_in
         shapes["output.indices"] = (-(-problem.label_count // model.group_size), model.fan_in)
         if is_float8(getattr(torch, model.weight_dtype)):
@@ -103,7 +112,7 @@ def check_memory(config: Config, problem: Problem) -> None:
     Those on the disk need none.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: It has not, or labels have more inputs than there are.
     """
     shapes = weight_shapes(config, problem)
     if config.training.storage == "disk":
@@ -156,7 +165,7 @@ def hidden_of(
 
 
 class Model:
-    """Encoder -> penultimate layer -> output layer; without a penultimate layer for ``output = "dense"``."""
+    """Encoder -> penultimate layer, but for ``output = "dense"`` or ``width = 0`` -> output layer."""
 
     def __init__(
         self,
@@ -196,7 +205,7 @@ class Model:
                 own = OwnLabels(shares, workers)
             part = SparseOutput(
                 problem.label_count,
-                model,
+                model.model_copy(update={"width": width or hidden}),
                 config.loss,
                 config.output_optimizer,
                 bias,
