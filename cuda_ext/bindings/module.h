@@ -162,7 +162,8 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
             double beta1, double beta2, double eps, std::int64_t step, Address weight_first,
             Address weight_second, const std::string& state_dtype, Address state_scale, Address bias_first,
             Address bias_second, std::uint64_t seed, Address loss_sum, const LogitOffsets& offsets,
-            const Where& where, Address workspace, Address narrow_features) {
+            const Where& where, Address workspace, Address narrow_features, Address own_log_sum,
+            Address own_pair_logit, Address log_sum, Address factor, Address share) {
         const auto key = [&](Purpose purpose) {
           return make_key(seed, static_cast<std::uint64_t>(step), purpose);
         };
@@ -190,7 +191,9 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
             key(Purpose::kRounding),
             at<double>(loss_sum),
             offsets,
-            at<const BFloat16>(narrow_features)};
+            at<const BFloat16>(narrow_features),
+            {at<double>(own_log_sum), at<float>(own_pair_logit), at<float>(log_sum), at<float>(factor),
+             at<float>(share)}};
         py::gil_scoped_release release;
         return ops.fused_step(a, where, at<void>(workspace));
       },
@@ -201,7 +204,8 @@ void define_ops(py::module_& m, const char* where_name, const Ops<Where>& ops) {
       py::arg("momentum"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"),
       py::arg("weight_first"), py::arg("weight_second"), py::arg("state_dtype"), py::arg("state_scale"),
       py::arg("bias_first"), py::arg("bias_second"), py::arg("seed"), py::arg("loss_sum"), py::arg("offsets"),
-      py::arg(where_name), py::arg("workspace"), py::arg("narrow_features") = 0);
+      py::arg(where_name), py::arg("workspace"), py::arg("narrow_features") = 0, py::arg("own_log_sum") = 0,
+      py::arg("own_pair_logit") = 0, py::arg("log_sum") = 0, py::arg("factor") = 0, py::arg("share") = 0);
   m.def(
       "top_labels",
       [ops](const Layer& layer, Address features, Address scores, Address labels, std::int64_t batch,

@@ -42,12 +42,18 @@ FusedScratch plan(const FusedStepArguments& a, int threads, Workspace& workspace
   s.log_sum = workspace.take<float>(lanes);
   s.factor = workspace.take<float>(lanes);
   s.share = workspace.take<float>(lanes);
-  s.pair_logit = workspace.take<float>(lanes > 0 ? a.pair : 0);
+  s.pair_logit = a.spread.own_pair_logit != nullptr ? a.spread.own_pair_logit
+                                                    : workspace.take<float>(lanes > 0 ? a.pair : 0);
   if (by_strips) {
     s.strips = plan_strips(a.layer, s.block_labels, s.padded_fan_in, workspace);
     s.logits = workspace.take<float>(threads * s.slots * s.tiling.width);
   }
   return s;
+}
+
+// S of loss.h, after the first pass.
+double log_sum_of(const FusedScratch& s, std::int64_t instance) {
+  return static_cast<double>(s.reference[instance]) + std::log(s.exponentials[instance]);
 }
 
 // From the sums of the first pass to what the gradient pass needs of each instance; returns the loss.
@@ -58,7 +64,7 @@ double normalise(const FusedStepArguments& a, const FusedScratch& s) {
   for (std::int64_t pair = 0; pair < a.pair; ++pair) s.share[a.pair_instance[pair]] += 1.0f;
   for (std::int64_t i = 0; i < lanes; ++i) {
     s.share[i] = a.share_positives && s.share[i] > 0.0f ? 1.0f / s.share[i] : 1.0f;
-    s.log_sum[i] = static_cast<float>(static_cast<double>(s.reference[i]) + std::log(s.exponentials[i]));
+    s.log_sum[i] = static_cast<float>(log_sum_of(s, i));
     s.exponentials[i] = 0.0;  // from here on the sum that makes the factor
   }
   double loss = 0.0;
@@ -78,6 +84,16 @@ double normalise(const FusedStepArguments& a, const FusedScratch& s) {
   }
   for (std::int64_t i = 0; i < lanes; ++i) s.factor[i] = static_cast<float>(s.exponentials[i]);
   return loss * static_cast<double>(a.scale);
+}
+
+// Takes what the gradient pass needs of each instance from the caller.
+void take_normalised(const FusedStepArguments& a, const FusedScratch& s) {
+  for (std::int64_t i = 0; i < s.tiling.tiles * s.tiling.width; ++i) {
+    const bool inside = i < a.batch;
+    s.log_sum[i] = inside ? a.spread.log_sum[i] : FLT_MAX;  // exp(logit - FLT_MAX) overflows for no bias
+    s.factor[i] = inside ? a.spread.factor[i] : 0.0f;
+    s.share[i] = inside ? a.spread.share[i] : 1.0f;
+  }
 }
 
 }  // namespace
@@ -104,7 +120,7 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
                   static_cast<std::size_t>(tile_floats) * sizeof(float));
       scratch.loss[tile] = 0.0;
     }
-    if (is_normalised(a.loss)) {
+    if (is_normalised(a.loss) && a.spread.log_sum == nullptr) {
       std::fill(scratch.reference + own.first * tiling.width, scratch.reference + own.last * tiling.width,
                 -FLT_MAX);
       std::fill(scratch.exponentials + own.first * tiling.width,
@@ -116,7 +132,11 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
           isa.fused_normaliser(a, scratch, thread, block, tile);
         barrier.wait();
       }
+      if (a.spread.own_log_sum != nullptr) return;  // all threads
       if (thread == 0) scratch.loss[0] = normalise(a, scratch);
+      barrier.wait();
+    } else if (is_normalised(a.loss)) {
+      if (thread == 0) take_normalised(a, scratch);
       barrier.wait();
     }
     for (std::int64_t first = 0; first < groups; first += scratch.block_groups) {
@@ -132,6 +152,10 @@ std::int64_t fused_step(const FusedStepArguments& a, int threads, void* workspac
     for (std::int64_t tile = own.first; tile < own.last; ++tile)
       unpack(tiling, tile, scratch.feature_gradient, a.feature_gradient);
   });
+  if (a.spread.own_log_sum != nullptr) {
+    for (std::int64_t i = 0; i < a.batch; ++i) a.spread.own_log_sum[i] = log_sum_of(scratch, i);
+    return arrays.bytes();
+  }
   *a.loss_sum = 0.0;
   for (std::int64_t tile = 0; tile < tiling.tiles; ++tile) *a.loss_sum += scratch.loss[tile];
   return arrays.bytes();

@@ -225,7 +225,12 @@ __global__ void normalise_kernel(StepArguments arguments) {
         static_cast<double>(s.reference[segment * a.batch + instance]) - static_cast<double>(reference);
     sum += s.exponentials[segment * a.batch + instance] * exp(below);
   }
-  const float log_sum = static_cast<float>(static_cast<double>(reference) + log(sum));
+  const double exact_log_sum = static_cast<double>(reference) + log(sum);
+  if (a.spread.own_log_sum != nullptr) {
+    a.spread.own_log_sum[instance] = exact_log_sum;
+    return;
+  }
+  const float log_sum = static_cast<float>(exact_log_sum);
   std::int64_t count = 0;
   for (std::int64_t pair = 0; pair < a.pair; ++pair) count += a.pair_instance[pair] == instance;
   const float share = a.share_positives && count > 0 ? 1.0f / static_cast<float>(count) : 1.0f;
@@ -524,9 +529,13 @@ std::int64_t fused_step(const FusedStepArguments& a, const Queue& queue, void* w
   cpu::Workspace arrays(workspace);
   const Scratch scratch = plan(a, arrays);
   if (workspace == nullptr) return arrays.bytes();
+  if (a.spread.own_log_sum != nullptr) {
+    normalise(a, scratch, queue);
+    return arrays.bytes();
+  }
   clear(a.feature_gradient, static_cast<std::size_t>(a.layer.input * a.batch) * sizeof(float), queue.stream);
   clear(scratch.loss, static_cast<std::size_t>(scratch.loss_parts) * sizeof(double), queue.stream);
-  if (is_normalised(a.loss)) normalise(a, scratch, queue);
+  if (is_normalised(a.loss) && a.spread.log_sum == nullptr) normalise(a, scratch, queue);
   for (std::int64_t first = 0; first < a.layer.label; first += scratch.block_labels)
     step_block(a, scratch, rows_of(a, first, scratch.block_labels), queue);
   launch("fused_loss", &loss_kernel, dim3(1), kSumThreads, sizeof(SumShared), queue.stream,

@@ -77,10 +77,13 @@ inline Scratch plan(const FusedStepArguments& a, cpu::Workspace& workspace) {
   if (normalised) {
     s.reference = workspace.take<float>(s.segments * a.batch);
     s.exponentials = workspace.take<double>(s.segments * a.batch);
-    s.pair_logit = workspace.take<float>(a.pair);
-    s.log_sum = workspace.take<float>(a.batch);
-    s.factor = workspace.take<float>(a.batch);
-    s.share = workspace.take<float>(a.batch);
+    const auto given_or_own = [&](float* given, std::int64_t size) {
+      return given != nullptr ? given : workspace.take<float>(size);
+    };
+    s.pair_logit = given_or_own(a.spread.own_pair_logit, a.pair);
+    s.log_sum = given_or_own(a.spread.log_sum, a.batch);
+    s.factor = given_or_own(a.spread.factor, a.batch);
+    s.share = given_or_own(a.spread.share, a.batch);
   }
   return s;
 }

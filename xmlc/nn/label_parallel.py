@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from xmlc.checkpoint import CheckpointReader, Pieces, Storable
-from xmlc.config import LossConfig, ModelConfig, RedistributionConfig
+from xmlc.config import ModelConfig, RedistributionConfig
 from xmlc.data.rows import CsrRows, Float32
-from xmlc.errors import ConfigError
-from xmlc.nn.output_layer import SparseOutput, normalised
+from xmlc.nn.output_layer import SparseOutput
 from xmlc.ops import LogitOffsets
 from xmlc.ops.float8 import SCALE_LABELS, is_float8, scales, widen
 from xmlc.parallel import OwnLabels, gather_compressed
@@ -45,12 +44,8 @@ class LabelParallelOutput:
     """
 
     def __init__(self, part: SparseOutput, own: OwnLabels) -> None:
-        """Take this worker's part and the labels that it is of.
-
-        Raises:
-            ConfigError: The loss needs the sum over all labels.
-        """
-        check_shareable(part.loss)
+        """Take this worker's part and the labels that it is of."""
+        part.workers = own.workers
         self.part = part
         self.own = own
         self.workers = own.workers
@@ -262,16 +257,3 @@ class LabelParallelOutput:
 def unit_of(model: ModelConfig) -> int:
     """Return how many consecutive labels must stay together."""
     return SCALE_LABELS if is_float8(getattr(torch, model.weight_dtype)) else model.group_size
-
-
-def check_shareable(loss: LossConfig) -> None:
-    """Check that labels can be shared out under a loss.
-
-    Raises:
-        ConfigError: It needs the sum over all labels of an instance.
-    """
-    if normalised(loss):
-        raise ConfigError(
-            f"workers: labels can be shared out under squared_hinge and bce, found loss.kind = {loss.kind}, "
-            "which needs the sum over all labels in the middle of a step; choose another, or train alone"
-        )

@@ -15,12 +15,14 @@ from xmlc.config import LossConfig, ModelConfig, OptimizerConfig, Redistribution
 from xmlc.data.rows import CsrRows, Float32, Int64
 from xmlc.nn.dense import BLOCK_BYTES, Block, BlockedLinear, BlockOptimizer
 from xmlc.nn.direct import DirectConnections, DirectLogits
+from xmlc.nn.normaliser import normaliser_of_all
 from xmlc.nn.scratch import Zeros, in_memory
 from xmlc.ops import (
     LOSSES,
     LogitOffsets,
     OptimizerState,
     fused_step,
+    log_normaliser,
     pairs_by_label,
     quantise,
     redistribute,
@@ -29,6 +31,8 @@ from xmlc.ops import (
 )
 from xmlc.ops.checks import groups
 from xmlc.ops.float8 import SCALE_LABELS, new_scale, scales
+from xmlc.ops.fused_step import NORMALISED
+from xmlc.parallel import ALONE, Workers
 from xmlc.sparsity import draw_connections, index_dtype, random_connectivity
 
 LABELS_DRAWN_AT_ONCE = 1 << 16
@@ -93,7 +97,7 @@ def loss_scale(loss: LossConfig, batch: int, label: int) -> float:
 
 def normalised(loss: LossConfig) -> bool:
     """Return whether the loss needs the sum over all labels of an instance."""
-    return loss.kind in ("softmax", "decoupled_softmax")
+    return loss.kind in NORMALISED
 
 
 def positive_tensors(positives: CsrRows) -> tuple[Tensor, Tensor]:
@@ -107,6 +111,9 @@ _BEYOND_ANY_GRADIENT = 1e30  # the cutoff below which a label skips its backward
 
 class SparseOutput:
     """Uniform fan-in: every label keeps exactly ``fan_in`` inputs; trained by the fused step."""
+
+    workers: Workers = ALONE
+    """Who have all labels together: of a part, all take steps and losses at the same time."""
 
     def __init__(
         self,
@@ -183,7 +190,7 @@ class SparseOutput:
             state=self.state,
             step=step,
             gradient_cutoff=self.loss.gradient_cutoff,
-            offsets=logit_offsets,
+            added=logit_offsets,
             weight_scale=self.weight_scale,
         )
         if self.direct is not None and logits is not None and logit_offsets is not None:
@@ -213,22 +220,34 @@ class SparseOutput:
         )
 
     def _fused_step(
-        self, features: Tensor, positives: CsrRows, weight: Tensor, bias: Tensor, **options: Any
+        self,
+        features: Tensor,
+        positives: CsrRows,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        weight_scale: Tensor | None,
+        added: LogitOffsets | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         offsets, labels = positive_tensors(positives)
+        batch = (features.to(self.feature_dtype), offsets, labels, weight, self.indices, bias)
+        layer: dict[str, Any] = {
+            "loss": self.loss.kind,
+            "group_size": self.group_size,
+            "offsets": added,
+            "weight_scale": weight_scale,
+        }
+        if normalised(self.loss) and self.workers.size > 1:
+            own = log_normaliser(*batch, **layer)
+            options["normaliser"] = normaliser_of_all(own, self.loss, self.positive_weight, self.workers)
         return fused_step(
-            features.to(self.feature_dtype),
-            offsets,
-            labels,
-            weight,
-            self.indices,
-            bias,
-            loss=self.loss.kind,
+            *batch,
             seed=self.seed,
             scale=loss_scale(self.loss, features.shape[1], self.all_labels),
             share_positives=self.loss.reduction == "mean",
-            group_size=self.group_size,
             positive_weight=self.positive_weight,
+            **layer,
             **options,
         )
 

@@ -17,7 +17,7 @@ from xmlc.config import Config, WeightDtype, build_config
 from xmlc.data.ragged import RaggedLabels, ragged_rows
 from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError, NativeError, WorkerError, XmlcError
-from xmlc.nn.label_parallel import LabelParallelOutput, check_shareable, unit_of
+from xmlc.nn.label_parallel import LabelParallelOutput, unit_of
 from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
 from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
 from xmlc.ops.checks import differentiated_once
@@ -542,7 +542,6 @@ def _own_labels(label_count: int, config: Config, workers: Workers, fused: bool,
             "SparseHead: label_parallel needs fused=True, whose steps it shares out, found fused=False; "
             "leave one of them out"
         )
-    check_shareable(config.loss)
     if counts is not None:
         counts = np.asarray(counts)
         if counts.shape != (label_count,) or counts.dtype.kind not in "iu" or (counts < 0).any():

@@ -27,7 +27,8 @@ torch.library.define(
     "bool share_positives, float gradient_cutoff, str optimizer, float learning_rate, float weight_decay, "
     "float momentum, float beta1, float beta2, float eps, int step, int seed, "
     "Tensor? offset_label=None, Tensor? offset_instance=None, Tensor? offset_value=None, "
-    "Tensor(g!)? offset_gradient=None, Tensor(h!)? weight_scale=None, Tensor(i!)? state_scale=None) "
+    "Tensor(g!)? offset_gradient=None, Tensor(h!)? weight_scale=None, Tensor(i!)? state_scale=None, "
+    "Tensor? log_sum=None, Tensor? factor=None, Tensor? share=None) "
     "-> (Tensor, Tensor)",
 )
 
@@ -124,6 +125,24 @@ class OptimizerState:
         ]
 
 
+@dataclass(frozen=True)
+class Normaliser:
+    """What a softmax loss needs of all labels of an instance, where they lie in several layers.
+
+    With S, the log of the sum of exp(logit) over all labels (``decoupled_softmax``: over the negatives), and
+    a positive's weight w = positive_weight * share.
+    """
+
+    log_sum: Tensor
+    """float64 [batch]: S; -inf where nothing is summed."""
+    factor: Tensor
+    """float64 [batch]: sum over all positives of w (``decoupled_softmax``: w * sigmoid(S - logit))."""
+    share: Tensor
+    """float64 [batch]: 1, or 1 / all positives of the instance."""
+    loss: Tensor
+    """float64 []: sum over this layer's positives, before the scale."""
+
+
 def fused_step(
     features: Tensor,
     positive_offsets: Tensor,
@@ -145,6 +164,7 @@ def fused_step(
     positive_weight: Tensor | None = None,
     offsets: LogitOffsets | None = None,
     weight_scale: Tensor | None = None,
+    normaliser: Normaliser | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute loss and feature gradient of a batch, and update weight, bias and state in place.
 
@@ -211,6 +231,9 @@ def fused_step(
             skips its backward work (``gradient_cutoff``), it is 0.
         weight_scale: Of float8 weights, float32 [ceil(label / 64)], powers of two: a weight is its code times
             the scale of label // 64; updated. None otherwise.
+        normaliser: Of the softmax losses: what they need of all labels, where these are only some of an
+            instance's (`log_normaliser`), in place of the first pass; share_positives is in it. The loss
+            returned is its ``loss`` times ``scale``. None where the layer has all labels.
 
     Returns:
         The loss, float64 [], and its gradient with respect to features, float32 [input, batch].
@@ -231,11 +254,16 @@ def fused_step(
     _, batch = checks.matrix(_NAME, "features", features, "[input, batch]")
     label, _ = checks.matrix(_NAME, "weight", weight, "[label, fan_in]")
     logit_offsets.check_tensors(_NAME, offsets)
+    sums: dict[str, Tensor] = {}
+    if normaliser is not None:
+        sums = {name: value for name, value in vars(normaliser).items() if name != "loss"}
+        checks.tensors(_NAME, features=features, **vars(normaliser))
+        checks.tensor(_NAME, "normaliser.loss", normaliser.loss, (), "[]", torch.float64)
     pair_label, pair_instance = (
         pair.to(features.device) for pair in pairs_by_label(positive_offsets, positive_labels, batch, label)
     )
     with torch.no_grad():
-        return torch.ops.xmlc.fused_step(
+        loss_sum, feature_gradient = torch.ops.xmlc.fused_step(
             features,
             pair_label,
             pair_instance,
@@ -264,7 +292,35 @@ def fused_step(
             *(() if offsets is None else (offsets.label, offsets.instance, offsets.value, offsets.gradient)),
             weight_scale=weight_scale,
             state_scale=state.scale,
+            **sums,
         )
+    return (loss_sum if normaliser is None else scale * normaliser.loss), feature_gradient
+
+
+NO_STEP: dict[str, Any] = {
+    "feature_gradient": 0,
+    "positive_weight": 0,
+    "scale": 1.0,
+    "share_positives": False,
+    "gradient_cutoff": 0.0,
+    "optimizer": "sgd",
+    "learning_rate": 0.0,
+    "weight_decay": 0.0,
+    "momentum": 0.0,
+    "beta1": 0.0,
+    "beta2": 0.0,
+    "eps": 1.0,
+    "step": 1,
+    "weight_first": 0,
+    "weight_second": 0,
+    "state_dtype": "float32",
+    "state_scale": 0,
+    "bias_first": 0,
+    "bias_second": 0,
+    "seed": 0,
+    "loss_sum": 0,
+}
+"""Arguments of the native step that neither its workspace nor its first pass depends on."""
 
 
 def workspace_bytes(
@@ -285,34 +341,14 @@ def workspace_bytes(
         threads,
         layer=layer,
         features=0,
-        feature_gradient=0,
         pair_label=0,
         pair_instance=0,
         pair=pairs,
-        positive_weight=0,
         batch=batch,
         loss=loss,
-        scale=1.0,
-        share_positives=False,
-        gradient_cutoff=0.0,
-        optimizer=optimizer,
-        learning_rate=0.0,
-        weight_decay=0.0,
-        momentum=0.0,
-        beta1=0.0,
-        beta2=0.0,
-        eps=1.0,
-        step=1,
-        weight_first=0,
-        weight_second=0,
-        state_dtype="float32",
-        state_scale=0,
-        bias_first=0,
-        bias_second=0,
-        seed=0,
-        loss_sum=0,
         offsets=logit_offsets.ABSENT,
         narrow_features=int(narrow),  # an address that nothing follows
+        **{**NO_STEP, "optimizer": optimizer},
     )
 
 
@@ -354,29 +390,33 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "softmax": softmax,
     "decoupled_softmax": decoupled_softmax,
 }
+NORMALISED = ("softmax", "decoupled_softmax")
+"""Those that need the sum over all labels of an instance."""
 
 
 def _target(positive: Tensor, like: Tensor) -> Tensor:
     return torch.where(positive, 1.0, -1.0).to(like.dtype)
 
 
-def pairs_by_label(offsets: Tensor, labels: Tensor, batch: int, label: int) -> tuple[Tensor, Tensor]:
+def pairs_by_label(
+    offsets: Tensor, labels: Tensor, batch: int, label: int, op: str = _NAME
+) -> tuple[Tensor, Tensor]:
     """Return the positives as (label, instance), int32 [pair] each: each once, by rising label.
 
     Raises:
-        NativeError: A dtype, shape, offset or label does not fit.
+        NativeError: A dtype, shape, offset or label does not fit; in the name of the op.
     """
-    checks.tensor(_NAME, "positive_offsets", offsets, (batch + 1,), "[batch + 1]", torch.int64)
-    checks.tensor(_NAME, "positive_labels", labels, (labels.numel(),), "[pair]", torch.int32, torch.int64)
+    checks.tensor(op, "positive_offsets", offsets, (batch + 1,), "[batch + 1]", torch.int64)
+    checks.tensor(op, "positive_labels", labels, (labels.numel(),), "[pair]", torch.int32, torch.int64)
     counts = offsets.diff()
     if int(offsets[0]) != 0 or int(offsets[-1]) != labels.numel() or bool((counts < 0).any()):
         raise NativeError(
-            f"{_NAME}: positive_offsets must rise from 0 to {labels.numel()}, the number of positive_labels, "
+            f"{op}: positive_offsets must rise from 0 to {labels.numel()}, the number of positive_labels, "
             f"got {int(offsets[0])} to {int(offsets[-1])}"
         )
     if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= label):
         raise NativeError(
-            f"{_NAME}: positive_labels must lie in [0, label) = [0, {label}), "
+            f"{op}: positive_labels must lie in [0, label) = [0, {label}), "
             f"got values from {int(labels.min())} to {int(labels.max())}"
         )
     instances = torch.arange(batch, device=labels.device).repeat_interleave(counts)
@@ -417,6 +457,9 @@ def _fused_step(
     offset_gradient: Tensor | None = None,
     weight_scale: Tensor | None = None,
     state_scale: Tensor | None = None,
+    log_sum: Tensor | None = None,
+    factor: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     input, batch = checks.features(_NAME, features)
     layer = checks.layer(_NAME, weight, indices, bias, group_size, input, weight_scale)
@@ -430,13 +473,12 @@ def _fused_step(
     checks.counters(_NAME, seed=seed)
     state = OptimizerState(weight_first, weight_second, bias_first, bias_second, state_scale)
     _check_state(optimizer, state, label, fan_in)
-    for name, pair in (("pair_label", pair_label), ("pair_instance", pair_instance)):
-        checks.tensor(_NAME, name, pair, (pair_label.numel(),), "[pair]", torch.int32)
-    _check_pairs(pair_label, pair_instance, label, batch)
+    check_pairs(_NAME, pair_label, pair_instance, label, batch)
     if positive_weight is not None:
         checks.tensor(_NAME, "positive_weight", positive_weight, (label,), "[label]", torch.float32)
     offsets = LogitOffsets.given(offset_label, offset_instance, offset_value, offset_gradient)
     native_offsets = logit_offsets.checked(_NAME, offsets, label, batch)
+    sums = _checked_sums(loss, batch, log_sum=log_sum, factor=factor, share=share)
     features, addresses = checks.narrow("features", features, weight.dtype, group_size)
     feature_gradient = torch.empty_like(features, dtype=torch.float32)
     loss_sum = torch.empty((), dtype=torch.float64, device=features.device)
@@ -473,6 +515,7 @@ def _fused_step(
         seed=seed,
         loss_sum=loss_sum.data_ptr(),
         offsets=native_offsets,
+        **{name: value.data_ptr() for name, value in sums.items()},
     )
     checks.written(weight, bias, offsets.gradient, *state.tensors().values())
     if weight_scale is not None:
@@ -485,19 +528,40 @@ def _fused_step_fake(features: Tensor, *_: object, **__: object) -> tuple[Tensor
     return features.new_empty((), dtype=torch.float64), torch.empty_like(features, dtype=torch.float32)
 
 
-def _check_pairs(pair_label: Tensor, pair_instance: Tensor, label: int, batch: int) -> None:
+def check_pairs(op: str, pair_label: Tensor, pair_instance: Tensor, label: int, batch: int) -> None:
+    """Require pairs as `pairs_by_label` makes them.
+
+    Raises:
+        NativeError: A dtype, shape, range or their order does not fit.
+    """
+    for name, pair in (("pair_label", pair_label), ("pair_instance", pair_instance)):
+        checks.tensor(op, name, pair, (pair_label.numel(),), "[pair]", torch.int32)
     for name, pair, end in (("pair_label", pair_label, label), ("pair_instance", pair_instance, batch)):
         if pair.numel() and not 0 <= int(pair.min()) <= int(pair.max()) < end:
             raise NativeError(
-                f"{_NAME}: {name} must lie in [0, {end}), "
-                f"got values from {int(pair.min())} to {int(pair.max())}"
+                f"{op}: {name} must lie in [0, {end}), got values from {int(pair.min())} to {int(pair.max())}"
             )
     keys = pair_label.to(torch.int64) * batch + pair_instance
     if bool((keys.diff() <= 0).any()):
         raise NativeError(
-            f"{_NAME}: pairs must rise by label, then instance, each once, got others; "
+            f"{op}: pairs must rise by label, then instance, each once, got others; "
             "make them by pairs_by_label"
         )
+
+
+def _checked_sums(loss: str, batch: int, **sums: Tensor | None) -> dict[str, Tensor]:
+    """Check what a softmax loss needs of all labels, and return it as the native core takes it."""
+    given = {name: value for name, value in sums.items() if value is not None}
+    if not given:
+        return {}
+    if loss not in NORMALISED or len(given) < len(sums):
+        raise NativeError(
+            f"{_NAME}: normaliser must have {', '.join(sums)}, for the losses {', '.join(NORMALISED)} only, "
+            f"got {', '.join(given)} for loss {loss!r}; leave it out"
+        )
+    for name, value in given.items():
+        checks.tensor(_NAME, f"normaliser.{name}", value, (batch,), "[batch]", torch.float64)
+    return {name: value.float() for name, value in given.items()}
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -42,7 +42,7 @@ from xmlc.memory.process import (
 from xmlc.memory.tables import mebibytes
 from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
-from xmlc.nn.label_parallel import LabelParallelOutput, check_shareable
+from xmlc.nn.label_parallel import LabelParallelOutput
 from xmlc.nn.output_layer import SparseOutput, normalised
 from xmlc.parallel import ALONE, LowBitWorkers, Workers, as_bytes
 from xmlc.sparsity import RedistributionPolicy
@@ -733,8 +733,6 @@ def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None
         raise ConfigError(
             f"{where} need model.output = sparse or two_tower, found {config.model.output}; train alone"
         )
-    if config.model.output == "sparse":
-        check_shareable(config.loss)
     if config.training.batch_size < workers.size:
         raise ConfigError(
             f"{where} share out each batch, found training.batch_size = {config.training.batch_size}; "

@@ -90,6 +90,18 @@ struct LogitOffsets {
   std::int64_t entry;
 };
 
+// Of the normalised losses, where an instance's labels lie in several layers. Each gives the sums of its own
+// labels, then takes its step by the sums of all. Null where one layer has all labels.
+struct SpreadSums {
+  // With these outputs no more happens than the first pass.
+  double* own_log_sum;    // [batch]: S of loss.h; -inf where nothing is summed
+  float* own_pair_logit;  // [pair]
+  // With these inputs there is no first pass, and the loss, which the caller knows, is left at 0.
+  float* log_sum;  // [batch]: S, factor and share of loss.h
+  float* factor;
+  float* share;
+};
+
 struct FusedStepArguments {
   Layer layer;
   const float* features;              // [input, batch]
@@ -110,6 +122,7 @@ struct FusedStepArguments {
   double* loss_sum;    // [1], output
   LogitOffsets offsets;
   const BFloat16* narrow_features;  // [input, batch] or null
+  SpreadSums spread;
 };
 
 struct TopLabelsArguments {
