@@ -247,8 +247,7 @@ class SparseOutput:
             scale=loss_scale(self.loss, features.shape[1], self.all_labels),
             share_positives=self.loss.reduction == "mean",
             positive_weight=self.positive_weight,
-            **layer,
-            **options,
+            **{**layer, **options},
         )
 
     def top_labels(
