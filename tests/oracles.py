@@ -28,7 +28,7 @@ from torch import Tensor
 
 from xmlc import native
 from xmlc.config import OptimizerConfig
-from xmlc.ops import OptimizerState
+from xmlc.ops import Normaliser, OptimizerState
 
 UNIT = 2.0**-24
 """Unit roundoff of float32."""
@@ -310,6 +310,29 @@ def gradients(problem: Problem, *, dtype: torch.dtype, **of_loss: Any) -> Gradie
     ]
     value = batch_loss(problem, *leaves, **of_loss)
     return Gradients(value.detach(), *torch.autograd.grad(value, leaves))
+
+
+def gradients_of_part(
+    problem: Problem, normaliser: Normaliser, *, loss: str, scale: float, positive_weight: Tensor | None
+) -> Gradients:
+    """Return `gradients` in float64 of some of all labels under a softmax loss, by the sums of all.
+
+    A logit's slope is factor * exp(z - S) less a positive's pull; decoupled, positives have the pull alone.
+    """
+    leaves = [
+        value.detach().to(torch.float64, copy=True).requires_grad_()
+        for value in (problem.features, problem.weight, problem.bias)
+    ]
+    logit = logits(leaves[0], leaves[1], problem.indices, leaves[2], problem.group_size)
+    target = targets(problem)
+    positive = target > 0
+    push = normaliser.factor * (logit - normaliser.log_sum).exp()
+    pull = normaliser.share * factors(loss, target, positive_weight)
+    if loss == "decoupled_softmax":
+        push = push.masked_fill(positive, 0.0)
+        pull = pull * (normaliser.log_sum - logit).sigmoid()
+    slope = scale * torch.where(positive, push - pull, push)
+    return Gradients(scale * normaliser.loss, *torch.autograd.grad(logit, leaves, slope.detach()))
 
 
 def logits_bound(problem: Problem) -> Tensor:

@@ -20,7 +20,7 @@ from xmlc.config import OptimizerConfig
 from xmlc.data.ragged import ragged_rows
 from xmlc.errors import ConfigError, NativeError
 from xmlc.nn import output_layer
-from xmlc.ops import OptimizerState
+from xmlc.ops import LabelSums, OptimizerState
 from xmlc.ops.top_labels import top_labels_reference
 from xmlc.parallel import Workers, deal_labels
 
@@ -32,7 +32,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"loss": {"kind": "bce", "positive_weight": 2.0}, "optimizer": "adam"},
     {"loss": {"kind": "squared_hinge", "reduction": "mean"}, "optimizer": "label_adam", "group_size": 16},
     {"loss": "bce", "optimizer": {"kind": "momentum", "weight_decay": 0.1}, "weight_init": "glorot_flat"},
+    {"loss": {"kind": "softmax", "positive_weight": 2.0}, "optimizer": "adam", "group_size": 16},
+    {"loss": {"kind": "decoupled_softmax", "reduction": "mean"}, "optimizer": "momentum"},
 ]
+OF_ALL = (None, COUNTS, COUNTS, None, COUNTS)
+"""The label counts of each of the settings."""
 
 
 class Classifier(nn.Module):
@@ -86,7 +90,7 @@ def compare_all(rank: int, _: int) -> dict[int, dict[str, Any]]:
 def compare(rank: int, size: int, group: Any = None, alone_in: Any = None) -> dict[str, Any]:
     """Train as one of several workers; return what differs from one process, and what was communicated."""
     wrong, own, shared_out = [], uneven_rows(rank, size, BATCH), {"label_parallel": True, "group": group}
-    for settings, counts in zip(SETTINGS, (None, COUNTS, COUNTS), strict=True):
+    for settings, counts in zip(SETTINGS, OF_ALL, strict=True):
         truth, alone = in_one_process({**settings, "seed": 3, "group": alone_in})
         model = Classifier(**settings, seed=3, label_counts=counts, **shared_out)
         try:
@@ -114,7 +118,8 @@ def compare(rank: int, size: int, group: Any = None, alone_in: Any = None) -> di
     wrong += check_in_float64(own, shared_out, alone_in)
     if size <= 3:  # units of 64 labels
         wrong += check_float8(own, shared_out, alone_in)
-    return {"wrong": wrong, "calls": collectives(shared_out)}
+    calls = {loss: collectives(shared_out, loss) for loss in ("bce", "softmax")}
+    return {"wrong": wrong, "calls": calls}
 
 
 def check_in_float64(own: slice, shared_out: dict[str, Any], alone_in: Any) -> list[str]:
@@ -122,8 +127,9 @@ def check_in_float64(own: slice, shared_out: dict[str, Any], alone_in: Any) -> l
     wrong = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output_layer, "fused_step", exact_step)
+        patch.setattr(output_layer, "log_normaliser", exact_sums)
         patch.setattr(output_layer, "top_labels", top_labels_reference)
-        for settings, counts in zip(SETTINGS, (None, COUNTS, COUNTS), strict=True):
+        for settings, counts in zip(SETTINGS, OF_ALL, strict=True):
             truth = train_in_float64(slice(None), {**settings, "group": alone_in})
             found = train_in_float64(own, {**settings, **shared_out, "label_counts": counts})
             try:
@@ -192,12 +198,39 @@ def exact_step(
         features, weight, indices, bias, positive_offsets, positive_labels.long(), group_size
     )
     of_loss = {name: others[name] for name in ("loss", "scale", "positive_weight", "share_positives")}
-    gradient = oracles.gradients(problem, dtype=torch.float64, **of_loss)
+    if "normaliser" in others:
+        of_loss["normaliser"] = others["normaliser"]
+        del of_loss["share_positives"]
+        gradient = oracles.gradients_of_part(problem, **of_loss)
+    else:
+        gradient = oracles.gradients(problem, dtype=torch.float64, **of_loss)
     exact = oracles.DenseOptimizer(optimizer, learning_rate, weight, bias, state)
     exact.step(gradient.weight, gradient.bias, step)
     for name, value in state.tensors().items():
         value.copy_(exact.state[name])
     return gradient.loss, gradient.features
+
+
+def exact_sums(
+    features: Tensor,
+    positive_offsets: Tensor,
+    positive_labels: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    bias: Tensor,
+    *,
+    loss: str,
+    group_size: int,
+    **_: Any,
+) -> LabelSums:
+    """Return what `log_normaliser` does by dense algebra in float64."""
+    problem = oracles.Problem(features, weight, indices, bias, positive_offsets, positive_labels.long())
+    logit = oracles.logits(features, weight, indices, bias, group_size)
+    target = oracles.targets(problem)
+    label, instance = (target > 0).nonzero().T
+    return LabelSums(
+        oracles.log_sum(loss, logit, target), label.int(), instance.int(), logit[label, instance]
+    )
 
 
 def check_float8(own: slice, shared_out: dict[str, Any], alone_in: Any) -> list[str]:
@@ -237,10 +270,10 @@ def check_redistribution(head: SparseHead, alone: SparseHead) -> None:
     head.load_state_dict(truth)
 
 
-def collectives(shared_out: dict[str, Any]) -> list[str]:
+def collectives(shared_out: dict[str, Any], loss: str) -> list[str]:
     """Return the collectives of forward and backward pass, of `topk`, and of a redistribution, by name."""
     names, call = [], Workers._call
-    layer = SparseHead(6, LABELS, width=None, fan_in=3, **shared_out)
+    layer = SparseHead(6, LABELS, width=None, fan_in=3, loss=loss, **shared_out)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             Workers, "_call", lambda self, *given, **o: (names.append(given[0]), call(self, *given, **o))
@@ -256,19 +289,22 @@ def collectives(shared_out: dict[str, Any]) -> list[str]:
 def test_shared_out_labels_equal_one_process(tmp_path: Path) -> None:
     alone = compare(0, 1)
     assert alone["wrong"] == []
-    assert alone["calls"] == ["topk", "redistribute"]
+    assert all(each == ["topk", "redistribute"] for each in alone["calls"].values())
     for of_sizes in in_workers(4, compare_all, tmp_path):
         for size, found in of_sizes.items():
             assert found["wrong"] == [], f"{size} workers"
-            assert found["calls"] == [
-                # Sizes, labels of each row, labels, features; the loss; the features' gradient.
-                *["all_gather"] * 4,
-                *["all_reduce", "reduce_scatter"],
-                # Sizes, features, scores, labels.
-                *["topk", *["all_gather"] * 4],
-                # Upper and lower half of the limit's bits, ties; the number of connections that moved.
-                *["redistribute", "all_reduce", "all_reduce", "all_gather", "all_reduce"],
-            ]
+            for loss, calls in found["calls"].items():
+                # In either pass: the sums over labels, the positives' pull.
+                sums = ["all_gather", "all_reduce"] if loss == "softmax" else []
+                assert calls == [
+                    # Sizes, labels of each row, labels, features; the loss; the features' gradient.
+                    *["all_gather"] * 4,
+                    *[*sums, "all_reduce", *sums, "reduce_scatter"],
+                    # Sizes, features, scores, labels.
+                    *["topk", *["all_gather"] * 4],
+                    # Upper and lower half of the limit's bits, ties; the number of connections that moved.
+                    *["redistribute", "all_reduce", "all_reduce", "all_gather", "all_reduce"],
+                ]
 
 
 @pytest.mark.parametrize(("label", "workers", "unit"), [(150, 4, 1), (150, 4, 16), (7, 7, 1), (64, 1, 64)])
@@ -289,8 +325,6 @@ def test_dealt_labels_have_one_owner_and_balanced_positives(label: int, workers:
 def test_what_cannot_be_shared_out_says_so() -> None:
     with pytest.raises(ConfigError, match="at least one of the 3 units of 64 labels, found 4 workers"):
         deal_labels(150, 4, 64)
-    with pytest.raises(ConfigError, match="found loss\\.kind = softmax"):
-        SparseHead(6, 9, width=None, fan_in=3, loss="softmax", label_parallel=True)
     with pytest.raises(ConfigError, match="label_parallel needs fused=True"):
         SparseHead(6, 9, width=None, fan_in=3, fused=False, label_parallel=True)
     with pytest.raises(

@@ -113,17 +113,24 @@ def drawn() -> Config:
     )
 
 
-def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str, int], list[int]]:
+def over_all_labels() -> Config:
+    """Return settings whose loss needs the sum over all labels, direct connections among what is summed."""
+    return settings(2, loss={"kind": "decoupled_softmax", "reduction": "mean"})
+
+
+def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], list[dict[str, int]], list[int]]:
     """Train as one of three workers, and go on as one of two.
 
     Returns:
-        The errors of what cannot be trained, the collectives of a step, and how many exchanges of rounded
-        gradients a step of each of `LOW_BITS` takes.
+        The errors of what cannot be trained, the collectives of a step under squared hinge and under a
+        softmax loss, and how many exchanges of rounded gradients a step of each of `LOW_BITS` takes.
     """
     two = distributed.new_group([0, 1])
     three = Workers()
     trainer = train_into(folder / "three", DATA, settings(), workers=three)
     calls = collectives_of_a_step(trainer)
+    spread = train_into(folder / "softmax", DATA, over_all_labels(), workers=three)
+    calls_of_softmax = collectives_of_a_step(spread)
     if rank == 1:
         trainer.model.penultimate.linear.weight[3, 5] += 1e-3
     with pytest.raises(WorkerError, match="the same on all workers, found different weights at step 37"):
@@ -138,7 +145,6 @@ def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str
     train_into(folder / "drawn", DENSE, drawn(), workers=three)
     errors = []
     for section, values in (
-        ("loss", {"kind": "softmax"}),
         ("model", {"output": "bottleneck", "direct_fan_in": 0}),
         ("training", {"batch_size": 2}),
         ("training", {"storage": "disk"}),
@@ -151,7 +157,7 @@ def train_together(rank: int, _: int, folder: Path) -> tuple[list[str], dict[str
         train_into(folder / "refused", DATA, settings(), budget_bytes=1 << 40, workers=three)
     if rank < 2:
         train_into(folder / "handed on", DATA, settings(2), resume=True, workers=Workers(two))
-    return errors, calls, exchanges
+    return errors, [calls, calls_of_softmax], exchanges
 
 
 def collectives_of_a_step(trainer: Trainer) -> dict[str, int]:
@@ -168,7 +174,6 @@ def test_workers_train_what_one_process_trains_and_hand_it_on(tmp_path: Path) ->
     for errors, calls, exchanges in in_workers(3, train_together, tmp_path, tmp_path):
         assert exchanges == [1, 1]
         assert [error.split("found ")[1].split(";")[0].split(",")[0] for error in errors] == [
-            "loss.kind = softmax",
             "bottleneck",
             "training.batch_size = 2",
             "disk",
@@ -176,8 +181,12 @@ def test_workers_train_what_one_process_trains_and_hand_it_on(tmp_path: Path) ->
         # Sizes, labels of each row, labels, features, words and their values; the words' embeddings; what
         # clipping needs. The loss, the penultimate layer's bias and weights, which gradients there are. The
         # features' gradient.
-        assert calls == {"all_gather": 6 + 3 + 3, "all_reduce": 1 + 2 + 1, "reduce_scatter": 1}
+        each = {"all_gather": 6 + 3 + 3, "all_reduce": 1 + 2 + 1, "reduce_scatter": 1}
+        # The sums over labels; the positives' pull.
+        assert calls == [each, each | {"all_gather": 6 + 3 + 3 + 1, "all_reduce": 1 + 2 + 1 + 1}]
     assert not (tmp_path / "refused").exists()
+    train_into(tmp_path / "one softmax", DATA, over_all_labels())
+    assert_equal_runs(tmp_path / "softmax", tmp_path / "one softmax")
     train_into(tmp_path / "handed on", DATA, settings(), resume=True, workers=ALONE)
     for name in ("three", "handed on"):
         assert_equal_runs(tmp_path / name, tmp_path / "one")
