@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from xmlc.nn.sparse_head import SparseHead
     from xmlc.training.api import train
     from xmlc.training.estimator import XmlcClassifier
+    from xmlc.training.profiling import Sizes, profile
 
 if "torch" not in sys.modules:
     # torch's idle OpenMP threads spin by default, and take the processors from our kernels' threads and from
@@ -22,21 +23,25 @@ if "torch" not in sys.modules:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Sizes",
     "SparseHead",
     "XmlcClassifier",
     "__version__",
     "compressed_activations",
     "load",
     "open_dataset",
+    "profile",
     "train",
 ]
 
 _HOMES = {
+    "Sizes": "xmlc.training.profiling",
     "SparseHead": "xmlc.nn.sparse_head",
     "XmlcClassifier": "xmlc.training.estimator",
     "compressed_activations": "xmlc.nn.compressed",
     "load": "xmlc.evaluation.predict",
     "open_dataset": "xmlc.data.store",
+    "profile": "xmlc.training.profiling",
     "train": "xmlc.training.api",
 }
 

@@ -32,13 +32,13 @@ class Sizes:
     """A data set by its numbers alone."""
 
     labels: int
-    dim: int
+    dim: int = 768
     """Dense features."""
-    sparse_features: int
+    sparse_features: int = 0
     """Where it is above 0, features are sparse, this many."""
-    words: int
+    words: int = 100
     """Sparse features of an instance."""
-    instances: int
+    instances: int = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Profile:
     def within(self) -> bool:
         """Whether every measured phase agrees with its plan."""
         return self.measured is None or all(phase.within for phase in self.measured.phases)
+
+    def __str__(self) -> str:
+        """Return the tables that `xmlc profile` prints."""
+        return as_text(self, explain=False)
 
 
 def profile(
