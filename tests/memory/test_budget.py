@@ -11,7 +11,8 @@ from xmlc.config import Config, load_config
 from xmlc.errors import ConfigError
 from xmlc.memory.budget import BudgetError, fit, needed_bytes, parse_bytes
 from xmlc.memory.exhausted import Facts, _advice
-from xmlc.memory.plan import Batches, plan
+from xmlc.memory.plan import plan
+from xmlc.memory.terms import Batches
 from xmlc.nn import Problem
 
 PROBLEM = Problem(True, 256, 200_000, 100_000, 0.55, 1.5, np.empty(0, np.int64))

@@ -10,7 +10,8 @@ import pytest
 
 from xmlc.errors import ConfigError
 from xmlc.memory.generated import generated_dataset
-from xmlc.memory.plan import PHASES, Batches, Plan, plan
+from xmlc.memory.plan import plan
+from xmlc.memory.terms import PHASES, Batches, Plan
 from xmlc.nn import Model, Problem
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch

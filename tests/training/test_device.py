@@ -22,7 +22,7 @@ from xmlc.evaluation import load
 from xmlc.memory.budget import changes, needed_bytes
 from xmlc.memory.device import device_plan
 from xmlc.memory.exhausted import Facts, explained
-from xmlc.memory.plan import Batches
+from xmlc.memory.terms import Batches
 from xmlc.nn import Model, TextEncoder, TwoTower
 from xmlc.training.prepare import batches_of, prepare
 from xmlc.training.trainer import train_into

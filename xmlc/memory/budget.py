@@ -13,8 +13,9 @@ from typing import Any
 from xmlc.config import Config, build_config
 from xmlc.errors import ConfigError
 from xmlc.memory.device import device_plan
-from xmlc.memory.plan import Batches, Plan, plan
+from xmlc.memory.plan import plan
 from xmlc.memory.tables import mebibytes
+from xmlc.memory.terms import Batches, Plan
 from xmlc.nn.model import Problem
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 8 << 20

@@ -12,13 +12,9 @@ from collections.abc import Iterator
 
 from xmlc.config import Config
 from xmlc.memory.plan import (
-    ASKED,
     LOSS_BYTES,
     RANKS,
-    Batches,
-    Plan,
     Sizes,
-    Term,
     backward,
     checked_weights,
     dense_update,
@@ -27,9 +23,9 @@ from xmlc.memory.plan import (
     held_throughout,
     logits,
     moves,
-    of_shape,
     ranked_logits,
 )
+from xmlc.memory.terms import ASKED, Batches, Plan, Term, of_shape
 from xmlc.native import ON_DEVICE
 from xmlc.nn.model import Problem
 from xmlc.ops.checks import CHECKED_AT_ONCE

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from xmlc.config import Config
 from xmlc.errors import OutOfMemoryError
 from xmlc.memory.budget import BudgetError, fit, limited_plan, parse_bytes
-from xmlc.memory.plan import PHASES, Batches, Phase
 from xmlc.memory.process import device_bytes, usage
 from xmlc.memory.tables import mebibytes
+from xmlc.memory.terms import PHASES, Batches, Phase
 from xmlc.nn.model import Problem
 
 _TORCH_CUDA = re.compile(r"Tried to allocate ([0-9.]+ [KMG]?i?B)")

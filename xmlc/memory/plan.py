@@ -6,16 +6,14 @@ are not guessed: the ops are asked. `docs/memory.md` has the formulas.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from xmlc.config import Config
 from xmlc.errors import ConfigError
-from xmlc.memory.activations import EncoderMemory
+from xmlc.memory.terms import ASKED, STATISTICS_BYTES, Batches, Plan, Term, largest, of_shape
 from xmlc.nn.dense import rows_of_block
 from xmlc.nn.model import ON_DISK, Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE, absent_state
@@ -26,85 +24,9 @@ from xmlc.ops.redistribute import workspace_bytes as redistribute_bytes
 from xmlc.ops.top_labels import workspace_bytes as top_labels_bytes
 from xmlc.sparsity import index_dtype
 
-Phase = Literal[
-    "load",
-    "forward",
-    "output_step",
-    "backward",
-    "dense_update",
-    "redistribution",
-    "validation",
-    "checkpoint",
-]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-Category = Literal["weights", "optimizer", "statistics", "batch", "workspace", "temporary"]
-
 RANKS = 5
-STATISTICS_BYTES = 17
-"""Bytes for each label while deciles are cut: counts int32, order int64, half of that to sort it, decile."""
 EMBEDDING_COPIES = 5
 """Of the rows that a batch touches: gradient by entry, coalesced, moments and their changes."""
-
-
-@dataclass(frozen=True)
-class Batches:
-    """How large batches are, beside the settings."""
-
-    instances: int
-    """Of the largest validation or test set."""
-    words: float
-    """Features of an instance that are not zero; of dense features all."""
-    positives: float = 5.0
-    """Labels of an instance."""
-    encoder: EncoderMemory | None = None
-    """Where a transformer reads the texts."""
-
-
-@dataclass(frozen=True)
-class Term:
-    """Something that takes memory."""
-
-    name: str
-    category: Category
-    bytes: int
-    formula: str
-    at_load: bool = True
-    """Whether it is there before the first step. Zeros of an optimizer take memory when they are written."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run holds throughout, and what each phase adds at its peak."""
-
-    held: tuple[Term, ...]
-    added: dict[Phase, tuple[Term, ...]]
-    mapped: tuple[Term, ...] = ()
-    """What lies on the disk (``training.storage``): its pages come and go, and are not counted."""
-    place: Literal["process", "device"] = "process"
-
-    def terms(self, phase: Phase) -> tuple[Term, ...]:
-        """Return all that is held at the peak of a phase."""
-        held = (term for term in self.held if phase != "load" or term.at_load)
-        return (*held, *self.added[phase])
-
-    def bytes(self, phase: Phase) -> int:
-        """Return the peak of a phase."""
-        return sum(term.bytes for term in self.terms(phase))
-
-    @property
-    def peak_phase(self) -> Phase:
-        """The phase with the highest peak."""
-        return max(PHASES, key=self.bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the run."""
-        return self.bytes(self.peak_phase)
-
-    @property
-    def binding(self) -> Term:
-        """The largest term at the peak."""
-        return max(self.terms(self.peak_phase), key=lambda term: term.bytes)
 
 
 def check_plannable(config: Config) -> None:
@@ -171,7 +93,7 @@ def _beside_device(s: Sizes) -> Plan:
             "backward": nothing,
             "dense_update": nothing,
             "redistribution": nothing,
-            "validation": tuple(_largest([*evaluated, *_compared(s)], list(_deciles(s)))),
+            "validation": tuple(largest([*evaluated, *_compared(s)], list(_deciles(s)))),
             "checkpoint": (Term("a piece of a tensor on its way", "temporary", PIECE_BYTES, "16 MiB"),),
         },
     )
@@ -217,11 +139,6 @@ class Sizes:
         if name == "output.indices":
             return index_dtype(self.input).itemsize
         return self.weight_dtype.itemsize if name == "output.weight" and self.sparse else 4
-
-
-def of_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, str]:
-    """Return the bytes of a tensor, and their formula."""
-    return math.prod(shape) * itemsize, " * ".join(f"{size:,}" for size in (*shape, itemsize))
 
 
 def _weights(s: Sizes) -> Iterator[Term]:
@@ -355,9 +272,6 @@ CHECKED_AT_ONCE = 1 << 20
 """Of a logit of the dense output while it is ranked: copies, order and labels."""
 
 
-ASKED = "asked of the encoder"
-
-
 def encoder_forward(s: Sizes) -> Iterator[Term]:
     """Yield what a trained encoder takes beside its weights."""
     if s.encoder is not None and s.encoder.trained:
@@ -391,7 +305,7 @@ def dense_update(s: Sizes) -> Iterator[Term]:
     if s.problem.dense_features:
         yield from blocks
     else:  # the embedding's gradient is there before, and its update comes after
-        yield from _largest([*blocks, _embedding_gradient(s, 1)], [_embedding_gradient(s, EMBEDDING_COPIES)])
+        yield from largest([*blocks, _embedding_gradient(s, 1)], [_embedding_gradient(s, EMBEDDING_COPIES)])
 
 
 def _embedding_gradient(s: Sizes, copies: int) -> Term:
@@ -427,12 +341,7 @@ def _validation(s: Sizes) -> Iterator[Term]:
     if s.encoder is not None:
         embedding = s.encoder.evaluation_peak(s.evaluated)
         others.append(Term("embedding texts", "batch", embedding, ASKED))
-    yield from _largest(ranking, *([other] for other in others))
-
-
-def _largest(*alternatives: list[Term]) -> list[Term]:
-    """Return those of the terms that take the most together."""
-    return max(alternatives, key=lambda terms: sum(term.bytes for term in terms))
+    yield from largest(ranking, *([other] for other in others))
 
 
 def ranked_logits(s: Sizes) -> Iterator[Term]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xmlc.memory.plan import PHASES, Plan, Term
+from xmlc.memory.terms import PHASES, Plan, Term
 
 MEBIBYTE = 1 << 20
 

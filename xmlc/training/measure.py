@@ -19,7 +19,7 @@ from xmlc.files import replacing, writing
 from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE
 from xmlc.memory.device import CUBLAS, device_plan
 from xmlc.memory.generated import generated_dataset
-from xmlc.memory.plan import PHASES, Phase, Plan, plan
+from xmlc.memory.plan import plan
 from xmlc.memory.process import (
     LARGE_BYTES,
     LARGE_BYTES_OF_ENCODER,
@@ -29,6 +29,7 @@ from xmlc.memory.process import (
     return_large_blocks,
     usage,
 )
+from xmlc.memory.terms import PHASES, Phase, Plan
 from xmlc.memory.tracked import NOTHING, Course, now, tracked
 from xmlc.nn.scratch import before_drop
 from xmlc.training import phases

@@ -19,7 +19,7 @@ from xmlc.data.text import TextVectorizer
 from xmlc.data.tokens import open_tokens
 from xmlc.errors import ConfigError, DataError
 from xmlc.memory.activations import encoder_memory
-from xmlc.memory.plan import Batches
+from xmlc.memory.terms import Batches
 from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
 from xmlc.nn.approximate import faiss
 from xmlc.sparsity import DirectStart, direct_connectivity

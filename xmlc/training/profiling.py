@@ -19,9 +19,10 @@ from xmlc.errors import ConfigError
 from xmlc.memory.budget import Fit, fit, needed_bytes, parse_bytes
 from xmlc.memory.device import device_plan
 from xmlc.memory.generated import POSITIVES, generated_dataset
-from xmlc.memory.plan import PHASES, Batches, Plan, check_plannable, plan
+from xmlc.memory.plan import check_plannable, plan
 from xmlc.memory.process import device_limit, hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
+from xmlc.memory.terms import PHASES, Batches, Plan
 from xmlc.nn import Problem
 from xmlc.training.measure import Measured, batches_to_measure, measure
 from xmlc.training.prepare import batches_of, import_libraries, prepare

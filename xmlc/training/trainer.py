@@ -29,7 +29,7 @@ from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
-from xmlc.memory.plan import Batches, check_plannable
+from xmlc.memory.plan import check_plannable
 from xmlc.memory.process import (
     LARGE_BYTES,
     LARGE_BYTES_OF_ENCODER,
@@ -40,6 +40,7 @@ from xmlc.memory.process import (
     usage,
 )
 from xmlc.memory.tables import mebibytes
+from xmlc.memory.terms import Batches
 from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
 from xmlc.nn.label_parallel import LabelParallelOutput
