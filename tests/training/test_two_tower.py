@@ -32,7 +32,6 @@ from xmlc.training import trainer
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
 from xmlc.training.prepare import Prepared, prepare
-from xmlc.training.profiling import Sizes, profile
 from xmlc.training.trainer import StoppedBySignalError, train_into
 from xmlc.training.two_tower import mine, pool_of, two_tower_step
 
@@ -495,11 +494,10 @@ def test_a_data_set_of_filter_pairs_only_is_refused(tmp_path: Path) -> None:
         train_into(tmp_path / "run", all_pairs, two_towers.config())
 
 
-def test_a_budget_says_that_it_knows_no_two_towers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"know no model.output = two_tower"):
-        train_into(tmp_path / "run", two_towers.dataset(40), two_towers.config(), budget_bytes=1 << 30)
-    with pytest.raises(ConfigError, match=r"know no model.output = two_tower"):
-        profile(Sizes(9, 9, 0, 9, 9), overrides=["model.output=two_tower"])
+def test_a_budget_says_what_it_cannot_plan(tmp_path: Path) -> None:
+    config = two_towers.config(two_tower={"mined_negatives": 1, "mining_search": "approximate"})
+    with pytest.raises(ConfigError, match=r"planned with two_tower.mining_search = exact, found approximate"):
+        train_into(tmp_path / "run", two_towers.dataset(40), config, budget_bytes=1 << 30)
 
 
 def test_a_run_of_another_output_has_no_embeddings_of_texts(tmp_path: Path) -> None:

@@ -147,7 +147,9 @@ class _Embedded:
                 with part.as_before():
                     embeddings = self.encoder(part.inputs)
                 if embeddings.requires_grad:  # not of a frozen encoder
-                    embeddings.backward(gradient)
+                    # As embeddings.backward(gradient), bit by bit; but for a gradient that it is given torch
+                    # imports symbolic shapes, 35 MB that nothing uses.
+                    (embeddings * gradient).sum().backward()
 
     def _held(self, held: bool) -> AbstractContextManager[Any]:
         return self.module.no_sync() if held and hasattr(self.module, "no_sync") else nullcontext()

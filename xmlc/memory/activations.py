@@ -112,6 +112,58 @@ def _on_cpu(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
     return EncoderMemory(weights, mapped, trained, tokens, forward, backward, evaluation, whole)
 
 
+@dataclass(frozen=True, eq=False)
+class TowerPasses:
+    """Passes of one of two towers that a single encoder has none of."""
+
+    blind: Pass
+    """A forward pass with dropout and without a graph: the first one of gradient caching."""
+    further: Pass
+    """A backward pass, with what the forward pass has left, that finds gradients and adds to them."""
+    largest: int
+    """Bytes of the largest weight that has a gradient."""
+
+    def blind_peak(self, texts: int) -> int:
+        """Return the peak of a forward pass without a graph."""
+        return int(self.blind.held(texts).max())
+
+    def further_peak(self, texts: int) -> int:
+        """Return the peak of a backward pass, beside the gradients that it adds to."""
+        return int(self.further.held(texts).max())
+
+
+def tower_passes(encoder: TransformerEncoder, tokens: int) -> TowerPasses:
+    """Trace further passes of a trained encoder on the CPU; arguments as of `encoder_memory`."""
+    _trace_tower(encoder, SMALL, tokens)  # what loads itself at first use
+    small, large = (_trace_tower(encoder, texts, tokens) for texts in (SMALL, LARGE))
+    blind, further = (_pass(*both) for both in zip(small, large, strict=True))
+    largest = max(each.nbytes for each in encoder.parameters() if each.requires_grad)
+    return TowerPasses(blind, further, largest)
+
+
+def _trace_tower(encoder: TransformerEncoder, texts: int, tokens: int) -> list[NDArray[np.int64]]:
+    """Return the bytes held after each call in a pass without a graph, and in a second backward pass."""
+    batch = _batch(texts, tokens, encoder.pad)
+    training = encoder.training
+    encoder.train()
+    with torch.no_grad(), tracked() as course:
+        hidden = encoder(batch, 0.1, torch.Generator().manual_seed(0))
+    blind = course().held
+    del hidden
+    for parameter in encoder.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    with tracked() as course:
+        hidden = encoder(batch, 0.1, torch.Generator().manual_seed(0))
+        turned = now()
+        (hidden * torch.ones_like(hidden)).sum().backward()
+    step = course()
+    del hidden
+    for parameter in encoder.parameters():
+        parameter.grad = None
+    encoder.train(training)
+    return [blind, step.held[int(np.searchsorted(step.times, turned)) + 1 :]]
+
+
 def _pass(small: NDArray[np.int64], large: NDArray[np.int64]) -> Pass:
     if len(small) != len(large):
         raise XmlcError(

@@ -21,6 +21,7 @@ from xmlc.nn.model import Problem
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 8 << 20
 """What a plan may be wrong by; `xmlc profile --check` fails beyond it."""
 SMALLEST_BATCH, SMALLEST_WIDTH, SMALLEST_FAN_IN = 16, 2048, 8
+SMALLEST_MINI_BATCH = 4
 SMALLEST_BLOCK_BYTES = 1 << 20
 SEGMENT_BYTES = 22 << 20
 """What torch's allocator may have of a device beyond what it hands out: it takes segments of 2 MiB for small
@@ -91,7 +92,8 @@ def fit(
 
     They shrink in a fixed order, each as far as it goes before the next: the instances ranked at a time and
     the blocks of dense layers (a little slower); weights to bfloat16; the output layer's optimizer state to
-    bfloat16, then float8; Adam's moments of the output layer to one value for each label; the batch (slower);
+    bfloat16, then float8; Adam's moments of the output layer to one value for each label; of two towers
+    whose transformer is trained the mini-batch of gradient caching (slower); the batch (slower);
     the dense layers' Adam to SGD, which
     wants a learning rate of its own; weights to float8; width, then fan-in (less accurate). What then turns
     out not to have been needed goes back, the last first.
@@ -123,6 +125,8 @@ def fit(
 def _others(config: Config) -> str:
     """Name settings that the planner leaves alone."""
     if not config.encoder.trained:
+        if config.model.output == "two_tower":
+            return "model.hidden, two_tower.projection or the features"
         return "hidden or the features"
     recompute = (
         "" if config.encoder.recompute_activations else ", or set encoder.recompute_activations = true"
@@ -144,12 +148,21 @@ def _grown(config: Config, shrunk: Config, fits: Callable[[Config], bool]) -> Co
     for key in (key for key in reversed(_ORDER) if key in values):
         (before, now), (section, name) = values[key], key.split(".")
         while now != before:
-            now = _WIDER.get(now, before) if isinstance(now, str) else min(before, 2 * now)
+            now = _wider(key, now, before, shrunk)
             larger = _with(shrunk, section, name, now)
             if not fits(larger):
                 break
             shrunk = larger
     return shrunk
+
+
+def _wider(key: str, now: Any, before: Any, config: Config) -> Any:
+    """Return the next setting on the way back to the user's own."""
+    if isinstance(now, str):
+        return _WIDER.get(now, before)
+    if key == "two_tower.mini_batch_size" and before == 0:  # everything at once
+        return 2 * now if 2 * now <= config.training.batch_size else 0
+    return min(before, 2 * now)
 
 
 def changes(before: Config, after: Config) -> tuple[Change, ...]:
@@ -210,6 +223,16 @@ def _one_moment_for_each_label(config: Config) -> Config | None:
     return _with(config, "output_optimizer", "kind", "label_adam")
 
 
+def _smaller_mini_batch(config: Config) -> Config | None:
+    settings = config.two_tower
+    if config.model.output != "two_tower" or not config.encoder.trained:
+        return None  # a bag of words keeps little but its sums
+    size = settings.mini_batch_size // 2 or config.training.batch_size
+    if settings.mini_batch_size == 1 or size < SMALLEST_MINI_BATCH:
+        return None
+    return _with(config, "two_tower", "mini_batch_size", size)
+
+
 def _smaller_batch(config: Config) -> Config | None:
     size = config.training.batch_size // 2
     return _with(config, "training", "batch_size", size) if size >= SMALLEST_BATCH else None
@@ -241,6 +264,8 @@ def _fewer_ranked_at_once(config: Config) -> Config | None:
 
 
 def _smaller_blocks(config: Config) -> Config | None:
+    if config.model.output == "two_tower":
+        return None  # it has none
     size = config.training.block_bytes // 2
     return _with(config, "training", "block_bytes", size) if size >= SMALLEST_BLOCK_BYTES else None
 
@@ -251,6 +276,7 @@ _SHRINKERS: tuple[Callable[[Config], Config | None], ...] = (
     _narrow_weights,
     _narrower_state,
     _one_moment_for_each_label,
+    _smaller_mini_batch,
     _smaller_batch,
     _no_dense_moments,
     _narrowest_weights,
@@ -263,6 +289,7 @@ _ORDER = (
     "model.weight_dtype",
     "output_optimizer.state_dtype",
     "output_optimizer.kind",
+    "two_tower.mini_batch_size",
     "training.batch_size",
     "dense_optimizer.kind",
     "model.width",

@@ -14,7 +14,7 @@ from xmlc.errors import OutOfMemoryError
 from xmlc.memory.budget import BudgetError, fit, limited_plan, parse_bytes
 from xmlc.memory.process import device_bytes, usage
 from xmlc.memory.tables import mebibytes
-from xmlc.memory.terms import PHASES, Batches, Phase
+from xmlc.memory.terms import Batches, Phase
 from xmlc.nn.model import Problem
 
 _TORCH_CUDA = re.compile(r"Tried to allocate ([0-9.]+ [KMG]?i?B)")
@@ -99,17 +99,22 @@ def _of_device(run: Facts, phase: str, text: str) -> str:
 
 def _name(run: Facts, phase: str, asked: int) -> str:
     """Return the planned tensor of this size, in brackets."""
-    if run.config.model.output == "two_tower":
+    if _unplanned(run):
         return ""
     planned = limited_plan(run.config, run.problem, run.batches)
-    places: list[Phase] = [name for name in PHASES if name == phase] or list(PHASES)
+    places: list[Phase] = [name for name in planned.added if name == phase] or list(planned.added)
     terms = [term for place in places for term in planned.terms(place)]
     near = [term for term in terms if abs(term.bytes - asked) <= _NAMED * asked]
     return f" ({min(near, key=lambda term: abs(term.bytes - asked)).name})" if near else ""
 
 
+def _unplanned(run: Facts) -> bool:
+    """Return whether two towers run without a budget, so that nobody asked their data what a plan needs."""
+    return run.config.model.output == "two_tower" and run.batches.towers is None
+
+
 def _advice(run: Facts, allowed: int, limited: bool) -> str:
-    if run.config.model.output == "two_tower":
+    if _unplanned(run):
         return "lower two_tower.mini_batch_size (0 keeps all activations) or training.batch_size"
     if run.config.encoder.trained and run.batches.encoder is None:  # the plan does not know it
         return "lower training.batch_size or encoder.max_length, or set encoder.recompute_activations = true"

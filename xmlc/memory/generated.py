@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +41,23 @@ def generated_dataset(
         label_count=labels,
         feature_count=features,
         fingerprint=f"generated {labels} {features} {words} {instances} {seed}",
+    )
+
+
+def generated_texts(labels: int, words: int, instances: int) -> Dataset:
+    """Draw a data set of texts of instances and labels; a label's is two words."""
+    drawn = generated_dataset(labels, 4 * labels, words, instances)
+    columns = drawn.train.features
+    assert isinstance(columns, CsrRows), "of words"
+    ends = columns.offsets.tolist()
+    return Dataset.from_arrays(
+        [
+            " ".join(f"word{word}" for word in columns.indices[a:b].tolist())
+            for a, b in itertools.pairwise(ends)
+        ],
+        drawn.train.labels.to_scipy(),
+        label_texts=[f"word{label} word{2 * label}" for label in range(labels)],
+        name=f"generated-texts-{labels}",
     )
 
 

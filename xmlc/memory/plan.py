@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from xmlc.config import Config
-from xmlc.errors import ConfigError
 from xmlc.memory.terms import ASKED, STATISTICS_BYTES, Batches, Plan, Term, largest, of_shape
+from xmlc.memory.towers import tower_plan
 from xmlc.nn.dense import rows_of_block
 from xmlc.nn.model import ON_DISK, Problem, weight_shapes
 from xmlc.nn.output_layer import LABELS_DRAWN_AT_ONCE, LOGITS_SORTED_AT_ONCE, absent_state
@@ -29,21 +29,16 @@ EMBEDDING_COPIES = 5
 """Of the rows that a batch touches: gradient by entry, coalesced, moments and their changes."""
 
 
-def check_plannable(config: Config) -> None:
-    """Check that the plan is of what will run.
-
-    Raises:
-        ConfigError: It has two towers.
-    """
-    if config.model.output == "two_tower":
-        raise ConfigError("memory: plans and budgets know no model.output = two_tower; leave them out")
-
-
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     """Plan what the process of a run holds; what a CUDA device does, `memory.device` plans.
 
     The problem's ``label_instances`` are not read: their number counts.
+
+    Raises:
+        ConfigError: Two towers cannot be planned as they are set.
     """
+    if config.model.output == "two_tower":
+        return tower_plan(config, problem, batches)
     sizes = Sizes(config, problem, batches)
     if config.training.device == "cuda":
         return _beside_device(sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xmlc.memory.terms import PHASES, Plan, Term
+from xmlc.memory.terms import Plan, Term
 
 MEBIBYTE = 1 << 20
 
@@ -12,7 +12,7 @@ MEBIBYTE = 1 << 20
 def plan_table(plan: Plan, explain: bool) -> str:
     """Return the peak of each phase, and with ``explain`` every term with its formula."""
     lines = [f"{'phase':16}{'planned':>14}"]
-    for phase in PHASES:
+    for phase in plan.added:
         lines.append(f"{phase:16}{mebibytes(plan.bytes(phase)):>14}")
         if explain:
             lines += _terms(plan.added[phase])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from xmlc.memory.activations import EncoderMemory
+from xmlc.memory.pool import TowerTexts
 
 Phase = Literal[
     "load",
@@ -15,6 +16,7 @@ Phase = Literal[
     "backward",
     "dense_update",
     "redistribution",
+    "mining",
     "validation",
     "checkpoint",
 ]
@@ -38,6 +40,8 @@ class Batches:
     """Labels of an instance."""
     encoder: EncoderMemory | None = None
     """Where a transformer reads the texts."""
+    towers: TowerTexts | None = None
+    """Where there are two towers, and they are to be planned."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Plan:
     @property
     def peak_phase(self) -> Phase:
         """The phase with the highest peak."""
-        return max(PHASES, key=self.bytes)
+        return max(self.added, key=self.bytes)
 
     @property
     def peak_bytes(self) -> int:

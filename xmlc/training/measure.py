@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -18,7 +19,7 @@ from xmlc.data import Dataset
 from xmlc.files import replacing, writing
 from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE
 from xmlc.memory.device import CUBLAS, device_plan
-from xmlc.memory.generated import generated_dataset
+from xmlc.memory.generated import generated_dataset, generated_texts
 from xmlc.memory.plan import plan
 from xmlc.memory.process import (
     LARGE_BYTES,
@@ -35,6 +36,7 @@ from xmlc.nn.scratch import before_drop
 from xmlc.training import phases
 from xmlc.training.prepare import batches_of, prepare
 from xmlc.training.run_folder import RunFolder
+from xmlc.training.tower_sizes import traced_batches
 from xmlc.training.trainer import Trainer
 
 ROUNDS = 2
@@ -182,6 +184,8 @@ def measure(
     threads = config.training.threads or torch.get_num_threads()
     torch.set_num_threads(1 if config.training.deterministic else threads)
     with native.kernel_threads(threads):
+        if config.model.output == "two_tower":
+            return _measure_towers(dataset, config, encoder)
         _run(generated_dataset(64, 16, words, 600), small)
         if not config.encoder.trained:
             with nullcontext() if snapshot is None else _recorded(snapshot):
@@ -245,6 +249,61 @@ def _run(dataset: Dataset, config: Config, encoder: Path | None = None, recorded
     on_it = device_plan(config, prepared.problem, sizes) if on_device else None
     timeline = _timeline(course(), memory, before, device_before)
     return Measured(planned, on_it, tuple(_by_phase(timeline, planned, on_it)), before, timeline)
+
+
+def _measure_towers(dataset: Dataset, config: Config, encoder: Path | None) -> Measured:
+    """Measure two towers; the tiny run before is one of theirs."""
+    small = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"hidden": 8}),
+            "text": config.text.model_copy(update={"min_document_frequency": 1, "max_features": None}),
+            "training": config.training.model_copy(update={"batch_size": 8}),
+        }
+    )
+    with tempfile.TemporaryDirectory(prefix="xmlc-profile-") as cache:
+        _run_towers(generated_texts(16, 3, 64), small, encoder, recorded=False, cache=Path(cache))
+    gc.collect()
+    return_free_blocks()
+    # Mini-batches and transformers are many operations, and to record them takes memory: see `measure`.
+    # glibc gives a thread a heap of its own: in this one's the encoder that was tried has left large gaps.
+    with ThreadPoolExecutor(1) as fresh:
+        measured = fresh.submit(_run_towers, dataset, config, encoder, recorded=False).result()
+    return _with_tracked(measured, _run_towers(dataset, config, encoder, recorded=True))
+
+
+def _run_towers(
+    dataset: Dataset, config: Config, encoder: Path | None, recorded: bool, cache: Path | None = None
+) -> Measured:
+    """Run two towers as `_run` does an output layer, and look for negatives in every round."""
+    gc.collect()
+    with (
+        tracked() if recorded else nullcontext(lambda: NOTHING) as course,
+        PeakWatch() as watch,
+        tempfile.TemporaryDirectory(prefix="xmlc-profile-") as folder,
+    ):
+        before = usage().anonymous
+        memory = MemoryWatch(watch, config.training.device)
+        with memory.span("load"):
+            prepared = prepare(dataset, config, cache, encoder)
+            trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)
+        return_free_blocks()
+        trainer.stopwatch = memory
+        for number in range(ROUNDS):
+            if trainer.mines:
+                with memory.span("mining"):
+                    trainer.mine()
+            batches = chain.from_iterable(map(trainer.stream.epoch, count(STEPS * number)))
+            for _ in range(STEPS):
+                trainer.step(next(batches))
+            del batches
+            with memory.phase("validation"):
+                trainer.validate()
+            trainer.save()
+        mined = trainer.negatives
+        del trainer
+    planned = plan(config, prepared.problem, traced_batches(dataset, config, prepared, mined))
+    timeline = _timeline(course(), memory, before, 0)
+    return Measured(planned, None, tuple(_by_phase(timeline, planned, None)), before, timeline)
 
 
 def _by_phase(timeline: tuple[Span, ...], planned: Plan, on_device: Plan | None) -> Iterator[PhaseMemory]:

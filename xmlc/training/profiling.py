@@ -19,13 +19,15 @@ from xmlc.errors import ConfigError
 from xmlc.memory.budget import Fit, fit, needed_bytes, parse_bytes
 from xmlc.memory.device import device_plan
 from xmlc.memory.generated import POSITIVES, generated_dataset
-from xmlc.memory.plan import check_plannable, plan
+from xmlc.memory.plan import plan
 from xmlc.memory.process import device_limit, hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
-from xmlc.memory.terms import PHASES, Batches, Plan
+from xmlc.memory.terms import Batches, Plan
+from xmlc.memory.towers import check_plannable
 from xmlc.nn import Problem
 from xmlc.training.measure import Measured, batches_to_measure, measure
-from xmlc.training.prepare import batches_of, import_libraries, prepare
+from xmlc.training.prepare import import_libraries, prepare
+from xmlc.training.tower_sizes import traced_batches
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,13 @@ def profile(
     if isinstance(data, Sizes):
         if encoder is not None:
             raise ConfigError("profile: a transformer needs a data set of texts, found sizes; name one")
+        if settings.model.output == "two_tower":
+            raise ConfigError("profile: two towers need a data set of texts, found sizes; name one")
         problem, batches = _problem(data), _batches(data)
     else:
         assert dataset is not None, "opened above"
         prepared = prepare(dataset, _on_cpu(settings), encoder=encoder)  # a plan needs no device
-        problem, batches = prepared.problem, batches_of(prepared, traced=True)
+        problem, batches = prepared.problem, traced_batches(dataset, settings, prepared)
         del prepared  # a measured run makes its own
     fitted = None if available is None else fit(settings, problem, batches, available, taken)
     settings = settings if fitted is None else fitted.config
@@ -218,10 +222,10 @@ def _plan_json(planned: Plan, explain: bool) -> dict[str, Any]:
         "peak_phase": planned.peak_phase,
         "needed_bytes": needed_bytes(planned),
         "binding": asdict(planned.binding),
-        "phases": {phase: planned.bytes(phase) for phase in PHASES},
+        "phases": {phase: planned.bytes(phase) for phase in planned.added},
     }
     if explain:
-        result["terms"] = {phase: [asdict(term) for term in planned.terms(phase)] for phase in PHASES}
+        result["terms"] = {phase: [asdict(term) for term in planned.terms(phase)] for phase in planned.added}
     return result
 
 

@@ -22,6 +22,7 @@ from xmlc import __version__, native
 from xmlc.checkpoint import CheckpointReader, Pieces, Storable, writing_order
 from xmlc.config import Config, TrainingConfig
 from xmlc.data import Batch, Dataset
+from xmlc.data.batches import BatchStream
 from xmlc.data.pretrained import locate_encoder
 from xmlc.data.rows import CsrRows
 from xmlc.errors import CheckpointError, ConfigError, WorkerError, XmlcError
@@ -29,7 +30,6 @@ from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
-from xmlc.memory.plan import check_plannable
 from xmlc.memory.process import (
     LARGE_BYTES,
     LARGE_BYTES_OF_ENCODER,
@@ -41,6 +41,7 @@ from xmlc.memory.process import (
 )
 from xmlc.memory.tables import mebibytes
 from xmlc.memory.terms import Batches
+from xmlc.memory.towers import check_plannable
 from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
 from xmlc.nn.label_parallel import LabelParallelOutput
@@ -55,6 +56,7 @@ from xmlc.training.prepare import Prepared, batches_of, import_libraries, prepar
 from xmlc.training.run_folder import FollowedRun, RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
+from xmlc.training.tower_sizes import traced_batches
 from xmlc.training.two_tower import mine, two_tower_step
 
 LOWEST_RATE_FACTOR = 2.0**-10
@@ -205,7 +207,7 @@ class Trainer:
             self._mine()
         workers = self.workers
         part = (workers.rank, workers.size)
-        stream = replace(self.prepared.train, negatives=self.negatives, part=part)
+        stream = replace(self.stream, part=part)
         with progress.bar(len(stream), f"epoch {position.epoch + 1}", position.batch) as bar:
             for batch in self.stopwatch.each("data", stream.epoch(position.epoch, position.batch)):
                 loss = self.step(batch)
@@ -273,14 +275,27 @@ class Trainer:
             self.folder.log(f"step {position.step}: redistributed {moved} connections")
         return loss
 
+    @property
+    def stream(self) -> BatchStream:
+        """The training instances, with the negatives that were mined for them."""
+        return replace(self.prepared.train, negatives=self.negatives)
+
+    @property
+    def mines(self) -> bool:
+        """Whether negatives are looked for."""
+        return isinstance(self.model, TwoTower) and self.config.two_tower.mined_negatives > 0
+
+    def mine(self) -> None:
+        """Look for the negatives of the steps to come by the current weights, where the model `mines`."""
+        assert isinstance(self.model, TwoTower), "asked by the caller"
+        self.model.embed_labels(progress.embedding_bar)
+        self.negatives = mine(self.model, self.prepared.train, progress.mining_bar)
+
     def _mine(self) -> None:
         """Look for the negatives of the epochs to come, where that is due."""
-        settings = self.config.two_tower
-        due = settings.mined_negatives and self.position.epoch % settings.refresh_epochs == 0
-        if due and isinstance(self.model, TwoTower):
+        if self.mines and self.position.epoch % self.config.two_tower.refresh_epochs == 0:
             with self.stopwatch.phase("data"):
-                self.model.embed_labels(progress.embedding_bar)
-                self.negatives = mine(self.model, self.prepared.train, progress.mining_bar)
+                self.mine()
 
     def _encoder_warmup(self) -> float:
         """Return the factor of a trained encoder's rate in this step."""
@@ -687,7 +702,9 @@ def train_into(
         if config.encoder.kind == "transformer":
             encoder = run.encoder if resume else locate_encoder(config.encoder)
         prepared, limit = prepare(dataset, config, cache, encoder), budget_bytes
-        batches = batches_of(prepared, traced=limit is not None)
+        batches = (
+            batches_of(prepared) if limit is None else traced_batches(dataset, config, prepared)
+        )  # what nothing is planned for needs no transformer tried
         on_device = config.training.device == "cuda"
         if limit is not None:
             taken = 0 if on_device else start.anonymous

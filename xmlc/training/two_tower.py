@@ -136,7 +136,9 @@ class _Graph:
     def backward(self) -> None:
         for graph, leaf in self._graphs:
             if graph.requires_grad:  # not of a worker without instances
-                graph.backward(leaf.grad)
+                assert leaf.grad is not None, "the loss is of all embeddings"
+                # As graph.backward(leaf.grad), bit by bit, without what torch imports for that: see `step`.
+                (graph * leaf.grad).sum().backward()
 
 
 @torch.no_grad()
