@@ -264,6 +264,12 @@ def test_no_tensor_of_queries_by_keys_exists(kind: Any, layout: Any) -> None:
         ({"positives": [[11]] + [[0]] * 6}, r"labels must lie in \[0, 11\), found 11"),
         ({"positives": [[0]] * 6}, "one row for each of the 7 embeddings, found 6"),
         ({"positives": [[0.5]] * 7}, "row 0 must be a list of integers"),
+        (
+            {"positives": scipy.sparse.csr_array((7, 10))},
+            r"positives: a matrix must have one column for each of the 11 labels, found \[7, 10\]",
+        ),
+        ({"ignored": scipy.sparse.csr_array((7, 12))}, r"ignored: a matrix must .* found \[7, 12\]"),
+        ({"positives": torch.ones(7, 11).long()}, "found rows of 11 numbers, only 0 and 1, which looks"),
         ({"queries": torch.full((7, 5), math.nan, dtype=torch.float64)}, "queries must be finite"),
         ({"queries": torch.zeros(7, 4, dtype=torch.float64)}, "the same d"),
         (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xmlc import SparseHead
+from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError, NativeError, XmlcError
 from xmlc.losses import GradientCache
 from xmlc.ops import LOSSES, sparse_linear_reference
@@ -439,6 +440,8 @@ def test_one_seed_gives_one_head_and_leaves_the_global_generator_alone() -> None
 
 
 NAN = torch.full((BATCH, HIDDEN), math.nan)
+MULTI_HOT = torch.zeros(BATCH, LABELS, dtype=torch.long)
+MULTI_HOT[:, 7] = 1
 
 
 @pytest.mark.parametrize(
@@ -449,6 +452,16 @@ NAN = torch.full((BATCH, HIDDEN), math.nan)
         (torch.zeros(BATCH, HIDDEN), [[0.5], *ROWS[1:]], "row 0 must be a list of integers"),
         (torch.zeros(BATCH, HIDDEN), (np.array([0, 2]), np.array([1])), "give rows of labels as a list"),
         (torch.zeros(BATCH, HIDDEN), (np.array([0, 2]), np.array([1, 1])), "found 1 rows"),
+        (torch.zeros(BATCH, HIDDEN), MULTI_HOT, "must be the labels themselves, found rows of 41 numbers"),
+        (torch.zeros(BATCH, HIDDEN), MULTI_HOT.tolist(), "only 0 and 1, which looks multi-hot; give lists"),
+        (torch.zeros(BATCH, HIDDEN), MULTI_HOT.numpy(), "only 0 and 1, which looks multi-hot; give lists"),
+        (
+            torch.zeros(BATCH, HIDDEN),
+            scipy.sparse.csr_array((BATCH, 40)),
+            r"SparseHead: labels: a matrix must have one column for each of the 41 labels, found \[5, 40\]",
+        ),
+        (torch.zeros(BATCH, HIDDEN), scipy.sparse.csr_array((BATCH, 42)), r"found \[5, 42\]; give it all"),
+        (torch.zeros(BATCH, HIDDEN), CsrRows.empty(BATCH, 40), r"found \[5, 40\]; give it all columns"),
         (torch.zeros(0, HIDDEN), [], r"embeddings must be .* found torch.float32 \[0, 6\]"),
         (torch.zeros(BATCH, 7), ROWS, r"embeddings must be .* found torch.float32 \[5, 7\]"),
         (torch.zeros(BATCH, HIDDEN, 1), ROWS, r"found torch.float32 \[5, 6, 1\]"),
@@ -471,6 +484,18 @@ def test_bad_input_is_named_and_changes_nothing(z: Any, rows: Any, message: str,
     with pytest.raises(DataError, match=message):
         layer(z, rows)
     assert changed(layer, before) == set()
+
+
+def test_rows_as_wide_as_the_labels_are_lists_where_they_can_be() -> None:
+    """Multi-hot integers were once read as lists: every row had the labels 0 and 1."""
+    padded = torch.full((BATCH, LABELS), -1)
+    padded[:, :2] = torch.tensor([0, 1])
+    layer, z, lists = head(), embeddings(), [[0, 1]] * BATCH
+    assert torch.equal(layer(z, padded).loss, layer(z, lists).loss)
+    every = torch.arange(LABELS).repeat(BATCH, 1)
+    assert torch.equal(layer(z, every).loss, layer(z, every.tolist()).loss)
+    few = SparseHead(HIDDEN, 2, width=None, fan_in=3)
+    assert torch.equal(few(z, torch.tensor([[0, 1]] * BATCH)).loss, few(z, lists).loss)
 
 
 def test_a_penultimate_layer_that_overflows_is_named() -> None:

@@ -30,15 +30,18 @@ def ragged_rows(labels: Any, rows: int | None, columns: int, where: str) -> CsrR
     """Return labels as compressed rows without values; a label given twice in a row counts once.
 
     Args:
-        labels: See `RaggedLabels`. The stored entries of a matrix are labels; explicit zeros are not. Of a
-            padded tensor [row, width], negative entries are padding.
+        labels: See `RaggedLabels`. The stored entries of a matrix [row, columns] are labels; explicit zeros
+            are not. Of a padded tensor [row, width], negative entries are padding.
         rows: Rows there must be; None takes any number.
         columns: Labels must lie in [0, columns).
         where: Names the labels in errors.
 
     Raises:
-        DataError: The rows do not match, or a label is no integer or out of range.
+        DataError: The rows do not match, a label is no integer or out of range, a matrix has not ``columns``
+            columns, or rows of integers are multi-hot (see `_looks_multi_hot`).
     """
+    if isinstance(labels, CsrRows) or scipy.sparse.issparse(labels):
+        labels = _of_columns(labels, columns, where)
     lengths, flat = _flatten(labels, where)
     rows = len(lengths) if rows is None else rows
     if len(lengths) != rows:
@@ -49,6 +52,12 @@ def ragged_rows(labels: Any, rows: int | None, columns: int, where: str) -> CsrR
     if outside.any():
         raise DataError(
             f"{where}: labels must lie in [0, {columns}), found {flat[outside][0]}; map or remove it"
+        )
+    if _looks_multi_hot(lengths, flat, columns):
+        raise DataError(
+            f"{where}: must be the labels themselves, found rows of {columns} numbers, only 0 and 1, which "
+            "looks multi-hot; give lists of labels, a SciPy matrix (scipy.sparse.csr_array of the array), or "
+            "an int tensor padded with -1"
         )
     keys = np.unique(np.repeat(np.arange(rows, dtype=np.int64), lengths) * columns + flat)
     counts = np.bincount(keys // columns, minlength=rows) if columns else np.zeros(rows, np.int64)
@@ -68,10 +77,28 @@ def described(value: Any) -> str:
     return f"{layout}{value.dtype} {list(value.shape)} on {value.device}"
 
 
+def _of_columns(matrix: Any, columns: int, where: str) -> CsrRows:
+    """Return a matrix as compressed rows; with other columns it would be one of other labels."""
+    rows = matrix if isinstance(matrix, CsrRows) else CsrRows.from_scipy(matrix, where)
+    if rows.columns != columns:
+        raise DataError(
+            f"{where}: a matrix must have one column for each of the {columns} labels, found "
+            f"[{rows.rows}, {rows.columns}]; give it all columns, in the order of the labels"
+        )
+    return rows
+
+
+def _looks_multi_hot(lengths: np.ndarray, flat: np.ndarray, columns: int) -> bool:
+    """Return whether every row has a 0 or 1 for each label: of lists it would repeat them in all rows.
+
+    With one or two labels such rows may be lists.
+    """
+    full = columns > 2 and len(lengths) > 0 and bool((lengths == columns).all())
+    return full and bool((flat <= 1).all())
+
+
 def _flatten(labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of labels of each row and all labels, int64."""
-    if scipy.sparse.issparse(labels):
-        labels = CsrRows.from_scipy(labels, where)
     if isinstance(labels, CsrRows):
         stored = labels if labels.values is None else labels.keep(labels.values != 0)
         return np.diff(stored.offsets), stored.indices.astype(np.int64)
