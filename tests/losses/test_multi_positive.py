@@ -330,3 +330,14 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature: Any) -> None
 def test_a_bias_that_is_no_number_is_refused(bias: Any) -> None:
     with pytest.raises(ConfigError, match="MultiPositive: bias must be a finite number, found"):
         MultiPositive(bias=bias)
+
+
+@pytest.mark.parametrize("name", ["learn_scale", "learn_bias", "gather_across_devices"])
+def test_a_flag_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"MultiPositive: {name} must be True or False, found 'yes'"):
+        MultiPositive(**{name: "yes"})  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_none_of_torch_distributed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"MultiPositive: group must be a torch\.distributed process group"):
+        MultiPositive(group=3)  # type: ignore[arg-type]

@@ -129,6 +129,11 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         label_pool([0], [[0]], LABELS, device="no such")
 
 
+def test_a_device_without_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match="label_pool: device must hold values, found 'meta'; name cpu or"):
+        label_pool([0], [[0]], LABELS, device="meta")
+
+
 def test_ignored_labels_are_marked_by_their_position() -> None:
     pool = label_pool([5, 0, 9], [[0], [9]], LABELS, ignored=[[9, 3], []])
     assert pool.labels.tolist() == [0, 5, 9]

@@ -518,6 +518,12 @@ def test_a_penultimate_layer_that_overflows_is_named() -> None:
         ({"learning_rate": -1.0}, "SparseHead: output_optimizer.learning_rate"),
         ({"fan_in": 33, "width": 32}, "fan_in must be at most width = 32, found 33"),
         ({"width": None, "fan_in": 7}, "fan_in must be at most width = 6, found 7"),
+        (
+            {"width": 0, "fan_in": 5},
+            "width must be an integer of at least 1, or None for no penultimate layer, found 0",
+        ),
+        ({"width": True}, "or None for no penultimate layer, found True"),
+        ({"group": 3}, "SparseHead: group must be a torch.distributed process group or None, found 3; make"),
         ({"group_size": 3}, "model.group_size"),
         ({"seed": -1}, "training.seed"),
         (
@@ -531,6 +537,27 @@ def test_a_penultimate_layer_that_overflows_is_named() -> None:
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SparseHead(**{"hidden": HIDDEN, "label_count": LABELS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ({"label_count": 10**12, "width": None}, r"output.weight \[1000000000000, 6\]"),
+        (
+            {"label_count": 10**12, "width": None, "label_parallel": True},
+            r"output.indices \[1000000000000, 6\]",
+        ),
+        ({"label_count": 10**12, "width": None, "fused": False}, "output.weight"),
+        ({"width": 10**12}, r"penultimate.weight \[1000000000000, 6\]"),
+    ],
+)
+def test_weights_that_cannot_fit_are_refused_before_they_are_made(
+    settings: dict[str, Any], largest: str
+) -> None:
+    """The allocator's own error was all one saw."""
+    message = rf"SparseHead: the weights must fit into this machine's memory of .* the most in {largest}"
+    with pytest.raises(ConfigError, match=message):
+        SparseHead(**{"hidden": HIDDEN, "label_count": LABELS, "fan_in": 6, **settings})
 
 
 def test_misused_methods_are_refused() -> None:

@@ -101,6 +101,13 @@ def test_wrong_settings_make_no_folder(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("budget", [[1], 2.5, True, b"4GiB"])
+def test_a_budget_that_is_no_size_makes_no_folder(budget: Any, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train: budget must be an integer of bytes or a size such as 4GiB"):
+        xmlc.train(folder, out=tmp_path / "run", config=SMALL, budget=budget)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_data_set_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="must be a folder or the name of a known data set"):
         xmlc.train("no-such-data", out=tmp_path / "run", config=SMALL)

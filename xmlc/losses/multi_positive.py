@@ -16,7 +16,7 @@ from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError
 from xmlc.losses.tiles import Pairs, RowSums, Scores, gradients, row_losses
 from xmlc.ops.checks import differentiated_once
-from xmlc.parallel import Workers
+from xmlc.parallel import Workers, check_group
 
 Kind = Literal["decoupled_softmax", "softmax", "sigmoid"]
 Layout = Literal["row", "column", "auto"]
@@ -200,6 +200,12 @@ def _check_settings(kind: object, layout: object, tile: object) -> None:
         raise ConfigError(f"multi_positive_loss: tile must be an integer of at least 1, found {tile!r}")
 
 
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"MultiPositive: {name} must be True or False, found {value!r}")
+
+
 def _check_embeddings(queries: Tensor, keys: Tensor) -> None:
     for name, value in (("queries", queries), ("keys", keys)):
         fits = isinstance(value, Tensor) and holds_values(value) and value.dtype in _DTYPES
@@ -293,6 +299,10 @@ class MultiPositive(nn.Module):
             )
         if not _is_number(bias):
             raise ConfigError(f"MultiPositive: bias must be a finite number, found {bias!r}")
+        _check_flags(
+            learn_scale=learn_scale, learn_bias=learn_bias, gather_across_devices=gather_across_devices
+        )
+        check_group(group, "MultiPositive")
         self.kind, self.layout, self.tile = kind, layout, tile
         self.group, self.gather_across_devices = group, gather_across_devices
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature)), requires_grad=learn_scale)

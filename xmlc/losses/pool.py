@@ -58,7 +58,7 @@ def label_pool(
 
     Raises:
         DataError: A label is no integer or out of range, or no worker has a candidate.
-        ConfigError: torch cannot use the device.
+        ConfigError: torch cannot use the device, or it holds no values.
         WorkerError: Another worker stopped.
     """
     if isinstance(label_count, bool) or not isinstance(label_count, int | np.integer) or label_count < 1:
@@ -101,11 +101,14 @@ def _labels(candidates: Any, label_count: int) -> np.ndarray:
 
 def _to(device: torch.device | str, labels: Tensor) -> Tensor:
     try:
-        return labels.to(device)
+        moved = labels.to(device)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"{_WHERE}: device must be one that torch can use here, found {device!r} ({error}); name another"
         ) from None
+    if not holds_values(moved):
+        raise ConfigError(f"{_WHERE}: device must hold values, found {device!r}; name cpu or cuda")
+    return moved
 
 
 def _positions(known: CsrRows, labels: np.ndarray) -> CsrRows:

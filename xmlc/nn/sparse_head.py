@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,7 +22,8 @@ from xmlc.nn.label_parallel import LabelParallelOutput, unit_of
 from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
 from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
 from xmlc.ops.checks import differentiated_once
-from xmlc.parallel import OwnLabels, Workers, deal_labels, gather_compressed
+from xmlc.parallel import OwnLabels, Workers, check_group, deal_labels, gather_compressed
+from xmlc.sparsity import index_dtype
 
 
 class HeadOutput(NamedTuple):
@@ -108,10 +110,13 @@ class SparseHead(nn.Module):
             group: Workers that train together; None is torch.distributed's default group, if there is one.
 
         Raises:
-            ConfigError: A setting is unknown, out of range, or does not fit the others.
+            ConfigError: A setting is unknown, out of range, or does not fit the others, or the weights do not
+                fit into this machine's memory.
         """
         super().__init__()
         _check_sizes(hidden=hidden, label_count=label_count)
+        _check_width(width)
+        check_group(group, "SparseHead")
         if not fused and not (optimizer is None and learning_rate is None):
             raise ConfigError(
                 "SparseHead: with fused=False the caller's optimizer updates the weights, found optimizer or "
@@ -140,6 +145,7 @@ class SparseHead(nn.Module):
                 f"autograd can hold, found {weight_dtype}; leave fused=False out"
             )
         _check_loss(config, fused)
+        _check_memory(hidden, width, label_count, config, label_parallel)
         self._workers = Workers(group) if label_parallel or group is not None else None
         own = _own_labels(label_count, config, self.workers, fused, label_counts) if label_parallel else None
         if own is None and label_counts is not None:
@@ -579,8 +585,46 @@ def _section(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        if not _counts(value):
             raise ConfigError(f"SparseHead: {name} must be an integer of at least 1, found {value!r}")
+
+
+def _check_width(width: object) -> None:
+    if width is not None and not _counts(width):
+        raise ConfigError(
+            "SparseHead: width must be an integer of at least 1, or None for no penultimate layer, found "
+            f"{width!r}"
+        )
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
+
+
+def _check_memory(
+    hidden: int, width: int | None, label_count: int, config: Config, label_parallel: bool
+) -> None:
+    """Check that this machine has the memory for the weights alone, as `xmlc.nn.model.check_memory` does.
+
+    With ``label_parallel`` a worker keeps its own part of the output layer, but draws all connections.
+    """
+    model = config.model
+    groups = -(-label_count // model.group_size)
+    tensors = {"output.indices": ([groups, model.fan_in], index_dtype(model.width))}
+    if not label_parallel:
+        tensors["output.weight"] = ([label_count, model.fan_in], getattr(torch, model.weight_dtype))
+    if width is not None:
+        tensors["penultimate.weight"] = ([width, hidden], torch.float32)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    needed_bytes = sum(sizes.values())
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > memory_bytes:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ConfigError(
+            f"SparseHead: the weights must fit into this machine's memory of {memory_bytes / 2**30:,.1f} "
+            f"GiB, found {needed_bytes / 2**30:,.1f} GiB, the most in {largest} {tensors[largest][0]}; lower "
+            "label_count, fan_in or width"
+        )
 
 
 def _check_loss(config: Config, fused: bool) -> None:

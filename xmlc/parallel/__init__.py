@@ -2,7 +2,7 @@
 
 from xmlc.parallel.loco import LoCo, LowBitWorkers, loco_hook
 from xmlc.parallel.shares import LabelShares, OwnLabels, as_bytes, deal_labels, gather_compressed
-from xmlc.parallel.workers import ALONE, Workers, joined
+from xmlc.parallel.workers import ALONE, Workers, check_group, joined
 
 __all__ = [
     "ALONE",
@@ -12,6 +12,7 @@ __all__ = [
     "OwnLabels",
     "Workers",
     "as_bytes",
+    "check_group",
     "deal_labels",
     "gather_compressed",
     "joined",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xmlc.errors import ConfigError
-from xmlc.parallel.workers import Workers
+from xmlc.parallel.workers import Workers, check_group
 
 BLOCK = 1024
 """Numbers with a common scale."""
@@ -62,12 +62,13 @@ class LoCo:
             group: DDP's process group; None is the default group.
 
         Raises:
-            ConfigError: A setting is out of range.
+            ConfigError: A setting is out of range or no group.
         """
         if bits not in (4, 8):
             raise ConfigError(f"LoCo: bits must be 4 or 8, found {bits!r}")
         if not 0.0 <= moving_average < 1.0:
             raise ConfigError(f"LoCo: moving_average must lie in [0, 1), found {moving_average!r}")
+        check_group(group, "LoCo")
         self.bits = bits
         self.moving_average = moving_average
         self.workers = Workers(group)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from xmlc.errors import WorkerError
+from xmlc.errors import ConfigError, WorkerError
 
 BUCKET_BYTES = 25 << 20
 
@@ -132,6 +132,24 @@ class Workers:
                 f"parallel: {name} needs all {self.size} workers, worker {self.rank} found: {error}; "
                 "another worker has stopped or failed, see its own message"
             ) from error
+
+
+def check_group(group: object, where: str) -> None:
+    """Check that a group is one of torch.distributed, or None.
+
+    Args:
+        group: What a caller has given.
+        where: Names the caller in the error.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if group is None or (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        return
+    raise ConfigError(
+        f"{where}: group must be a torch.distributed process group or None, found {group!r}; make one with "
+        "torch.distributed.new_group"
+    )
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def train_run(
         raise ConfigError(
             "train: only one of config, preset and recipe may be given, found several; choose one"
         )
+    budget_bytes = _bytes_of(budget)
     run = Path(out)
     dataset = data if isinstance(data, Dataset) else open_dataset(data)
     source: Path | Mapping[str, Any] | None
@@ -92,7 +94,6 @@ def train_run(
     else:
         source = Path(config) if isinstance(config, str | Path) else config
     settings = load_config(source, overrides, preset or "default")
-    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     with joined(settings.training.device, settings.training.worker_timeout_seconds) as workers:
         train_into(
             run,
@@ -104,3 +105,18 @@ def train_run(
             workers=workers,
         )
     return workers.rank
+
+
+def _bytes_of(budget: object) -> int | None:
+    """Return a budget in bytes.
+
+    Raises:
+        ConfigError: It is neither a size nor a number of bytes.
+    """
+    if budget is None or isinstance(budget, str):
+        return None if budget is None else parse_bytes(budget)
+    if isinstance(budget, bool) or not isinstance(budget, Integral):
+        raise ConfigError(
+            f"train: budget must be an integer of bytes or a size such as 4GiB, found {budget!r}; give one"
+        )
+    return int(budget)
