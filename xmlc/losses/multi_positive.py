@@ -52,7 +52,8 @@ def multi_positive_loss(
 
     With several workers the pool is the keys of all workers in the order of their ranks, the mean is over the
     queries of all workers, and every worker returns that same mean. ``row`` gathers the keys, ``column`` the
-    queries; ``auto`` gathers the smaller side. **After DDP's mean over workers every gradient (queries, keys,
+    queries, which with their gradient are what a worker holds beside its own; ``auto`` gathers the smaller
+    side. **After DDP's mean over workers every gradient (queries, keys,
     scale, bias) equals the one-process gradient**: a worker's own gradients are its share times the number of
     workers. All workers must give the same scale, bias, kind and layout, and back-propagate the same
     gradient.
