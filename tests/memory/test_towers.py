@@ -204,7 +204,7 @@ def batches() -> Batches:
     pool = Occurrences.of(np.full(5000, 1e-3), np.full(5000, 1e-3), np.full(5000, 1 / 5000))
     words = Occurrences.of(np.empty(0), np.empty(0))
     return Batches(
-        100, 64.0, 5.0, encoder, TowerTexts(pool, 2000, 0.0, words, 0, 0, 0, encoder, passes, passes)
+        100, 64.0, 5.0, encoder, towers=TowerTexts(pool, 2000, 0.0, words, 0, 0, encoder, passes, passes)
     )
 
 

@@ -17,6 +17,9 @@ SHAPES = [
     "--labels 60000 --dim 128 --width 8192 --set model.weight_dtype=float8_e4m3fn "
     "--set model.weight_init=fan_in --set output_optimizer.state_dtype=float8_e4m3fn",
     "--labels 60000 --dim 256 --set model.width=0",
+    # Words of a batch repeat. With more columns torch would keep room for each that it never touches.
+    "--labels 5000 --width 2048 --sparse-features 2000 --words 70 --set model.hidden=192",
+    "wordnet-mini --set similarity.text_weight=0.4 --set data.label_documents=true",
     "--labels 30000 --dim 256 --set model.output=dense",
     "--labels 300000 --dim 128 --width 4096 --set training.storage=disk --set redistribution.mode=threshold",
 ]

@@ -61,6 +61,13 @@ def generated_texts(labels: int, words: int, instances: int) -> Dataset:
     )
 
 
+def word_shares(features: int, words: int) -> NDArray[np.float64]:
+    """Return the expected share of instances in which each word stands, by rank. [feature]"""
+    ranks = np.arange(1.0, features + 1.0)
+    share = np.log1p(1.0 / ranks) / np.log(max(features, 2))  # the last rank's is that of the one beyond
+    return 1.0 - (1.0 - np.minimum(share, 1.0)) ** min(words, features)
+
+
 def _drawn(generator: np.random.Generator, rows: int, columns: int, count: int) -> CsrRows:
     """Draw about ``count`` distinct columns for every row by Zipf's law; values are 1."""
     ranks = (columns ** generator.random((rows, count)) - 1.0).astype(np.int64)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from xmlc.config import Config
-from xmlc.memory.terms import ASKED, STATISTICS_BYTES, Batches, Plan, Term, largest, of_shape
+from xmlc.memory.terms import ASKED, STATISTICS_BYTES, Batches, Plan, Term, largest, of_shape, vocabulary
 from xmlc.memory.towers import tower_plan
 from xmlc.nn.dense import rows_of_block
 from xmlc.nn.model import ON_DISK, Problem, weight_shapes
@@ -25,8 +25,9 @@ from xmlc.ops.top_labels import workspace_bytes as top_labels_bytes
 from xmlc.sparsity import index_dtype
 
 RANKS = 5
-EMBEDDING_COPIES = 5
-"""Of the rows that a batch touches: gradient by entry, coalesced, moments and their changes."""
+TOUCHED_COPIES = 6
+"""Of the embedding's rows that a batch touches, each once, in a step of Adam: the gradient's sum, moments
+before, their changes, the weights' change."""
 
 
 def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
@@ -187,6 +188,7 @@ def _statistics(s: Sizes) -> Iterator[Term]:
     if _weighted(s) or s.config.loss.positive_weight != 1.0:
         yield Term("positive_weight", "statistics", *of_shape((s.label,), 4))
     similarity, problem, batches = s.config.similarity, s.problem, s.batches
+    yield from vocabulary(batches)
     if similarity.text_weight > 0.0:  # as long as the instances' texts, for want of better knowledge
         entries = round(s.label * batches.words)
         yield Term("similarity.texts", "statistics", *of_shape((entries,), 8))
@@ -241,6 +243,7 @@ def _output_step(s: Sizes) -> Iterator[Term]:
         yield Term("activations of the encoder", "batch", s.encoder.kept(s.batch), ASKED)
     yield Term("gradient of the features", "batch", *of_shape((s.input, s.batch), 4))
     if s.sparse:
+        yield from _direct_logits(s, s.batch, "step")
         yield from _narrow_features(s, s.batch)
         pairs = round(s.batch * s.batches.positives)
         config = s.config
@@ -260,11 +263,11 @@ def _output_step(s: Sizes) -> Iterator[Term]:
 LOSS_BYTES = 37
 """Of a logit of the dense output: nine floats and a flag, of autograd through the loss."""
 _SORT_BYTES = 32
+"""Of a logit of the dense output while it is ranked: copies, order and labels."""
 PIECE_BYTES = 16 << 20
 """Of what a checkpoint copies at a time."""
 CHECKED_AT_ONCE = 1 << 20
 """Of float8 weights, which are widened to look for what is not finite."""
-"""Of a logit of the dense output while it is ranked: copies, order and labels."""
 
 
 def encoder_forward(s: Sizes) -> Iterator[Term]:
@@ -287,7 +290,7 @@ def backward(s: Sizes) -> Iterator[Term]:
     if s.encoder is not None and s.encoder.trained:
         yield Term("backward pass of the encoder", "batch", s.encoder.backward_peak(s.batch), ASKED)
     if not s.problem.dense_features:
-        yield _embedding_gradient(s, 2)  # of hidden, scaled by the product that autograd goes back through
+        yield _embedding_gradient(s)
 
 
 def dense_update(s: Sizes) -> Iterator[Term]:
@@ -300,12 +303,28 @@ def dense_update(s: Sizes) -> Iterator[Term]:
     if s.problem.dense_features:
         yield from blocks
     else:  # the embedding's gradient is there before, and its update comes after
-        yield from largest([*blocks, _embedding_gradient(s, 1)], [_embedding_gradient(s, EMBEDDING_COPIES)])
+        size, formula = of_shape((_distinct(s), s.hidden), 4)
+        adam, clipped = s.config.dense_optimizer.kind == "adam", s.config.training.clip_norm > 0.0
+        copies = TOUCHED_COPIES if adam else 2 * clipped  # to clip it, the gradient's sum and its squares
+        touched = Term("its sum by word, and changes", "temporary", copies * size, f"{copies} * {formula}")
+        by_entry = _embedding_gradient(s)
+        yield from largest([*blocks, by_entry], [by_entry, touched])
 
 
-def _embedding_gradient(s: Sizes, copies: int) -> Term:
-    size, formula = of_shape((round(s.batch * s.batches.words), s.hidden), 4)
-    return Term("gradient of the embedding", "temporary", copies * size, f"{copies} * {formula}")
+def _embedding_gradient(s: Sizes) -> Term:
+    return Term("gradient of the embedding", "temporary", *of_shape((_entries(s), s.hidden), 4))
+
+
+def _entries(s: Sizes) -> int:
+    """Return the words of a batch, as often as they occur."""
+    return round(s.batch * s.batches.words)
+
+
+def _distinct(s: Sizes) -> int:
+    """Return the words of a batch, each once: as expected, or where nothing is known as many as can be."""
+    most = min(_entries(s), s.problem.feature_count)
+    known = s.batches.distinct_words
+    return most if known is None else min(most, known.expected(s.batch))
 
 
 def checked_weights(s: Sizes) -> Iterator[Term]:
@@ -331,7 +350,8 @@ def _validation(s: Sizes) -> Iterator[Term]:
         ranking.append(Term("workspace of top_labels", "workspace", size, "asked of the op"))
     else:
         ranking += ranked_logits(s)
-    ranking += _compared(s)
+    direct = _direct_logits(s, s.evaluated, "with similarity" if s.config.similarity.used else "ranking")
+    ranking += largest(list(_compared(s)), list(direct))
     others = [*_deciles(s)]
     if s.encoder is not None:
         embedding = s.encoder.evaluation_peak(s.evaluated)
@@ -350,6 +370,17 @@ def ranked_logits(s: Sizes) -> Iterator[Term]:
 
 def _deciles(s: Sizes) -> Iterator[Term]:
     yield Term("label deciles", "statistics", *of_shape((s.label,), STATISTICS_BYTES))
+
+
+DIRECT_BYTES = {"step": 24, "ranking": 40, "with similarity": 95}
+"""Of a logit that direct connections add to: label, instance, value, gradient; where it comes from; and in order
+with what similarity adds, as measured."""
+
+
+def _direct_logits(s: Sizes, batch: int, where: str) -> Iterator[Term]:
+    entries = round(batch * s.batches.direct_logits)
+    if entries:
+        yield Term("logits of direct connections", "temporary", *of_shape((entries,), DIRECT_BYTES[where]))
 
 
 def _compared(s: Sizes) -> Iterator[Term]:

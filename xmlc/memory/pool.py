@@ -1,4 +1,4 @@
-"""What a step of two towers brings together, as far as the data tell: expected numbers, no draws."""
+"""What a step brings together, as far as the data tell: expected numbers, no draws."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ class Occurrences:
         return round(float(((1.0 - absent) * self.columns).sum()))
 
 
+def shares_of(columns: NDArray[np.int32], count: int, rows: int) -> NDArray[np.float64]:
+    """Return the share of the rows in which each of ``count`` columns stands; compressed rows. [column]"""
+    found = np.zeros(count)
+    for first in range(0, len(columns), step := max(1 << 20, count)):
+        found += np.bincount(columns[first : first + step], minlength=count)
+    return found / max(rows, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class TowerTexts:
     """What the plan of two towers asks of the data beside `Batches`."""
@@ -57,8 +65,6 @@ class TowerTexts:
     """Of the features, by source: instances, labels. No columns where the encoder is no bag of words."""
     stored_bytes: int
     """Of texts, names and vocabulary that a checkpoint copies before it writes them."""
-    vocabulary_bytes: int
-    """Of the vectorizer's vocabulary in memory."""
     kept_labels_bytes: int
     """Of the training labels without their filter pairs, where there are such pairs."""
     labels: EncoderMemory | None

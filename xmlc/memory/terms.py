@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from xmlc.memory.activations import EncoderMemory
-from xmlc.memory.pool import TowerTexts
+from xmlc.memory.pool import Occurrences, TowerTexts
 
 Phase = Literal[
     "load",
@@ -40,6 +41,12 @@ class Batches:
     """Labels of an instance."""
     encoder: EncoderMemory | None = None
     """Where a transformer reads the texts."""
+    distinct_words: Occurrences | None = None
+    """Of sparse features, where it is known in how many instances each stands."""
+    direct_logits: float = 0.0
+    """Logits of an instance that direct connections add to, as expected."""
+    vocabulary_bytes: int = 0
+    """Of the words that texts are turned into features by."""
     towers: TowerTexts | None = None
     """Where there are two towers, and they are to be planned."""
 
@@ -54,6 +61,13 @@ class Term:
     formula: str
     at_load: bool = True
     """Whether it is there before the first step. Zeros of an optimizer take memory when they are written."""
+
+
+def vocabulary(batches: Batches) -> Iterator[Term]:
+    """Yield the vectorizer's vocabulary, where there is one."""
+    size = batches.vocabulary_bytes
+    if size:
+        yield Term("vocabulary", "statistics", size, "its words, and where each of them is")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ from xmlc.config import Config
 from xmlc.errors import ConfigError
 from xmlc.losses.multi_positive import TILE
 from xmlc.memory.activations import EncoderMemory
-from xmlc.memory.terms import ASKED, STATISTICS_BYTES, Batches, Phase, Plan, Term, largest, of_shape
+from xmlc.memory.terms import (
+    ASKED,
+    STATISTICS_BYTES,
+    Batches,
+    Phase,
+    Plan,
+    Term,
+    largest,
+    of_shape,
+    vocabulary,
+)
 from xmlc.nn.model import Problem, weight_shapes
 from xmlc.nn.nearest import KEYS_AT_ONCE
 from xmlc.nn.two_tower import TEXTS_AT_ONCE
@@ -139,8 +149,7 @@ def _statistics(s: _Sizes) -> Iterator[Term]:
     yield Term("rows of the instances, and their order", "statistics", 2 * size, f"2 * {formula}")
     yield Term("inverse_propensity", "statistics", *of_shape((s.label,), 8), at_load=False)
     texts = s.texts
-    if texts.vocabulary_bytes:
-        yield Term("vocabulary", "statistics", texts.vocabulary_bytes, "its words, and where each of them is")
+    yield from vocabulary(s.batches)
     if texts.kept_labels_bytes:
         size = texts.kept_labels_bytes
         yield Term("labels without filter pairs", "statistics", size, "4 each, 8 for each instance")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from xmlc import native
-from xmlc.config import Config, EncoderConfig
+from xmlc.config import Config, EncoderConfig, SimilarityConfig
 from xmlc.data import Dataset
 from xmlc.files import replacing, writing
 from xmlc.memory.budget import MARGIN_BYTES, MARGIN_SHARE
@@ -175,6 +175,9 @@ def measure(
                 update={"width": 64, "fan_in": 2, "hidden": 8, "direct_fan_in": 0}
             ),
             "encoder": EncoderConfig(),
+            # Of label texts, which generated data have not.
+            "similarity": SimilarityConfig(),
+            "data": config.data.model_copy(update={"label_documents": False}),
         }
     )
     require_linux()

@@ -19,11 +19,15 @@ from xmlc.data.text import TextVectorizer
 from xmlc.data.tokens import open_tokens
 from xmlc.errors import ConfigError, DataError
 from xmlc.memory.activations import encoder_memory
+from xmlc.memory.pool import Occurrences, shares_of
 from xmlc.memory.terms import Batches
 from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
 from xmlc.nn.approximate import faiss
 from xmlc.sparsity import DirectStart, direct_connectivity
 from xmlc.training import progress
+
+WORD_BYTES = 160
+"""Of a word of the vocabulary beside its letters: a string of Python, its place in a dict, an int."""
 
 
 @dataclass(frozen=True)
@@ -219,19 +223,32 @@ def _head(features: Features | Column, rows: int) -> Features | Column:
 def batches_of(prepared: Prepared, traced: bool = False) -> Batches:
     """Return what the plan of memory asks of a data set's batches.
 
-    With ``traced`` a transformer is tried on a few texts; without, the plan knows nothing of it.
+    With ``traced`` a transformer is tried on a few texts, and words are counted; without, the plan knows
+    nothing of the one nor of the vocabulary, and takes the words of a batch for distinct.
     """
     stream = prepared.train
-    words = float(prepared.problem.feature_count)
+    words, distinct, direct = float(prepared.problem.feature_count), None, 0.0
     if isinstance(stream.features, CsrRows):
         words = len(stream.features.indices) / max(stream.features.rows, 1)
+        if traced:
+            shares = shares_of(stream.features.indices, stream.features.columns, stream.features.rows)
+            distinct = Occurrences.of(shares)
+            if prepared.direct is not None:
+                connected = prepared.direct.indices[prepared.direct.indices >= 0]
+                direct = float(shares @ np.bincount(connected, minlength=len(shares)))
     encoder = None
     if traced and prepared.text_encoder is not None:
         tokens = int(stream.features.lengths.max()) if isinstance(stream.features, TokenRows) else 0
         encoder = encoder_memory(prepared.text_encoder.transformer, tokens)
-    return Batches(
-        len(prepared.validation.rows), words, len(stream.labels.indices) / max(stream.labels.rows, 1), encoder
-    )
+    positives = len(stream.labels.indices) / max(stream.labels.rows, 1)
+    vocabulary = _vocabulary_bytes(prepared.vectorizer) if traced else 0
+    return Batches(len(prepared.validation.rows), words, positives, encoder, distinct, direct, vocabulary)
+
+
+def _vocabulary_bytes(vectorizer: TextVectorizer | None) -> int:
+    if vectorizer is None:
+        return 0
+    return sum(array.nbytes for array in vectorizer.to_arrays().values()) + WORD_BYTES * vectorizer.columns
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from xmlc.data.pretrained import locate_encoder
 from xmlc.errors import ConfigError
 from xmlc.memory.budget import Fit, fit, needed_bytes, parse_bytes
 from xmlc.memory.device import device_plan
-from xmlc.memory.generated import POSITIVES, generated_dataset
+from xmlc.memory.generated import POSITIVES, generated_dataset, word_shares
 from xmlc.memory.plan import plan
+from xmlc.memory.pool import Occurrences
 from xmlc.memory.process import device_limit, hard_limit, usage
 from xmlc.memory.tables import mebibytes, plan_table
 from xmlc.memory.terms import Batches, Plan
@@ -40,7 +41,7 @@ class Sizes:
     sparse_features: int = 0
     """Where it is above 0, features are sparse, this many."""
     words: int = 100
-    """Sparse features of an instance."""
+    """Sparse features of an instance, if there are as many."""
     instances: int = 1_000_000
 
 
@@ -169,7 +170,11 @@ def _problem(sizes: Sizes) -> Problem:
 
 
 def _batches(sizes: Sizes) -> Batches:
-    return Batches(sizes.instances, sizes.words if sizes.sparse_features else sizes.dim, POSITIVES)
+    if not sizes.sparse_features:
+        return Batches(sizes.instances, sizes.dim, POSITIVES)
+    words = min(sizes.words, sizes.sparse_features)
+    distinct = Occurrences.of(word_shares(sizes.sparse_features, words))
+    return Batches(sizes.instances, words, POSITIVES, None, distinct)
 
 
 def _generated(sizes: Sizes, config: Config) -> tuple[Dataset, Config]:

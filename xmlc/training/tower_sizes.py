@@ -13,13 +13,11 @@ from xmlc.data.batches import Span
 from xmlc.data.rows import CsrRows, Int64, TokenRows
 from xmlc.data.text import TextVectorizer
 from xmlc.memory.activations import encoder_memory, tower_passes
-from xmlc.memory.pool import Occurrences, TowerTexts
+from xmlc.memory.pool import Occurrences, TowerTexts, shares_of
 from xmlc.memory.terms import Batches
 from xmlc.training.prepare import Prepared, batches_of
 
 ROWS_AT_ONCE = 1 << 14
-TERM_BYTES = 160
-"""Of a word of the vocabulary beside its letters: a string of Python, its place in a dict, an int."""
 
 
 def traced_batches(
@@ -51,8 +49,8 @@ def _tower_texts(dataset: Dataset, config: Config, prepared: Prepared, mined: Cs
         first, end = texts.column.offsets[[texts.first, texts.first + texts.rows]].tolist()
         label_words = (end - first) / texts.rows
         words = Occurrences.of(
-            _shares(stream.features.indices, problem.feature_count, stream.features.rows),
-            _shares(texts.column.indices[first:end], problem.feature_count, texts.rows),
+            shares_of(stream.features.indices, problem.feature_count, stream.features.rows),
+            shares_of(texts.column.indices[first:end], problem.feature_count, texts.rows),
         )
     labels = instance_passes = label_passes = None
     if trained:
@@ -63,15 +61,13 @@ def _tower_texts(dataset: Dataset, config: Config, prepared: Prepared, mined: Cs
         transformer = prepared.text_encoder.transformer
         labels = encoder_memory(transformer, of_labels)
         instance_passes, label_passes = (tower_passes(transformer, each) for each in (longest, of_labels))
-    stored, vocabulary = _stored(dataset, prepared.vectorizer)
     pairs = dataset.train.filter_pairs
     return TowerTexts(
         pool,
         len(stream.rows),
         label_words,
         words,
-        stored,
-        vocabulary,
+        _stored(dataset, prepared.vectorizer),
         0 if pairs is None else stream.labels.indices.nbytes + stream.labels.offsets.nbytes,
         labels,
         instance_passes,
@@ -90,19 +86,9 @@ def _brought(rows: CsrRows, chosen: Int64, most: int) -> NDArray[np.float64]:
     return found / max(len(chosen), 1)
 
 
-def _shares(columns: NDArray[np.int32], count: int, rows: int) -> NDArray[np.float64]:
-    """Return the share of the rows in which a column stands. [column]"""
-    found = np.zeros(count)
-    for first in range(0, len(columns), step := max(1 << 20, count)):
-        found += np.bincount(columns[first : first + step], minlength=count)
-    return found / max(rows, 1)
-
-
-def _stored(dataset: Dataset, vectorizer: TextVectorizer | None) -> tuple[int, int]:
-    """Return the bytes of what a checkpoint copies, and of the vocabulary."""
+def _stored(dataset: Dataset, vectorizer: TextVectorizer | None) -> int:
+    """Return the bytes of what a checkpoint copies."""
     columns = [each for each in (dataset.label_texts, dataset.label_names) if each is not None]
     stored = sum(each.offsets.nbytes + each.data.nbytes for each in columns)
-    if vectorizer is None:
-        return stored, 0
-    arrays = sum(array.nbytes for array in vectorizer.to_arrays().values())
-    return stored + arrays, arrays + TERM_BYTES * vectorizer.columns
+    arrays = {} if vectorizer is None else vectorizer.to_arrays()
+    return stored + sum(array.nbytes for array in arrays.values())
