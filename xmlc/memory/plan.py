@@ -373,8 +373,8 @@ def _deciles(s: Sizes) -> Iterator[Term]:
 
 
 DIRECT_BYTES = {"step": 24, "ranking": 40, "with similarity": 95}
-"""Of a logit that direct connections add to: label, instance, value, gradient; where it comes from; and in order
-with what similarity adds, as measured."""
+"""Of a logit that direct connections add to: label, instance, value, gradient, and where it comes from;
+put in order with what similarity adds, as measured."""
 
 
 def _direct_logits(s: Sizes, batch: int, where: str) -> Iterator[Term]:
