@@ -134,14 +134,11 @@ def test_profiles_in_several_blocks_fit_together(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_array_equal(parts.weight, whole.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group_size", [1, 16])
-def test_a_draw_on_the_layers_weights_is_the_same_and_leaves_them(
-    group_size: int, dtype: torch.dtype
-) -> None:
-    weight = torch.linspace(-1, 1, 50 * 6).reshape(50, 6).to(dtype)
-    kept = weight.clone()
-    drawn = torch.empty(-(-50 // group_size), 6, dtype=torch.uint16)
-    draw_connections(weight, drawn, 40, group_size, 9)
-    assert torch.equal(drawn.int(), random_connectivity(50, 40, 6, group_size, 9).int())
-    assert torch.equal(weight, kept)
+def test_own_groups_get_what_the_whole_layer_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connectivity, "GROUPS_DRAWN_AT_ONCE", 16)
+    whole = random_connectivity(70, 40, 6, 1, 9).numpy()
+    assert len(np.unique(whole, axis=0)) == 70, "no block is drawn like another"
+    for own in (np.arange(3, 70, 5), np.arange(16, 32), np.array([69]), np.arange(70)):
+        drawn = torch.empty(len(own), 6, dtype=torch.uint16)
+        draw_connections(drawn, 40, 9, own, 70)
+        np.testing.assert_array_equal(drawn.numpy(), whole[own])

@@ -33,7 +33,7 @@ from xmlc.ops.checks import groups
 from xmlc.ops.float8 import SCALE_LABELS, new_scale, scales
 from xmlc.ops.fused_step import NORMALISED
 from xmlc.parallel import ALONE, Workers
-from xmlc.sparsity import draw_connections, index_dtype, random_connectivity
+from xmlc.sparsity import draw_connections, index_dtype
 
 LABELS_DRAWN_AT_ONCE = 1 << 16
 """Labels whose initial weights are drawn in float32 before they are kept in another type; whole scales."""
@@ -135,12 +135,12 @@ class SparseOutput:
         With ``own``, rising labels of whole groups and scales, the layer is this part of one of all labels:
         it starts with their rows of that layer, and its losses are their share of that layer's.
         """
-        self.all_labels = label
+        self.all_labels, drawn_with = label, seed
         if own is not None:
             bias = bias[own]
             positive_weight = None if positive_weight is None else positive_weight[own]
             # The ops count a part's labels from 0; two parts must not draw the same numbers.
-            drawn_with, seed = seed, (seed + int(own[0]) * _SEEDS_APART) % (1 << 63)
+            seed = (seed + int(own[0]) * _SEEDS_APART) % (1 << 63)
             label = len(own)
         self.label = label
         self.zeros = zeros  # kept: its end would be that of the thread that looks after its files
@@ -155,12 +155,10 @@ class SparseOutput:
         self.weight = zeros((label, model.fan_in), dtype)
         self.weight_scale = new_scale(label, dtype)
         self.indices = zeros((groups(label, model.group_size), model.fan_in), index_dtype(model.width))
-        if own is None:
-            draw_connections(
-                self.weight, self.indices, model.width, model.group_size, seed, self.weight_scale
-            )
-        else:
-            _draw_own_connections(self.indices, self.all_labels, model, drawn_with, own)
+        own_groups = None if own is None else own[own % model.group_size == 0] // model.group_size
+        draw_connections(
+            self.indices, model.width, drawn_with, own_groups, groups(self.all_labels, model.group_size)
+        )
         _draw_weight(self.weight, self.weight_scale, model, generator, self.all_labels, own)
         self.bias = bias
         self.positive_weight = positive_weight
@@ -575,16 +573,6 @@ def _state_of(kind: str, label: int, fan_in: int, dtype: StateDtype, zeros: Zero
     """Return the optimizer's state before the first step, where ``zeros`` puts it."""
     absent = absent_state(kind, label, fan_in, dtype).tensors()
     return OptimizerState(**{name: zeros(tuple(like.shape), like.dtype) for name, like in absent.items()})
-
-
-def _draw_own_connections(indices: Tensor, label: int, model: ModelConfig, seed: int, own: Int64) -> None:
-    """Take the connections of own labels from those that the whole layer would start with.
-
-    They are all drawn meanwhile: 4 to 6 bytes for each connection of the whole layer.
-    """
-    whole = random_connectivity(label, model.width, model.fan_in, model.group_size, seed)
-    rows = own[own % model.group_size == 0] // model.group_size
-    indices.copy_(torch.from_numpy(whole.numpy()[rows]))
 
 
 def _draw_weight(

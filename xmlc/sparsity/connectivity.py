@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xmlc.data.rows import CsrRows, Float32, unit_length
+from xmlc.data.rows import CsrRows, Float32, Int64, unit_length
 from xmlc.errors import ConfigError
 from xmlc.ops import redistribute
 from xmlc.ops.checks import GROUP_SIZES, MOST_INPUTS, groups, integers
+
+GROUPS_DRAWN_AT_ONCE = 1 << 16
 
 
 def index_dtype(input: int) -> torch.dtype:
@@ -42,38 +44,46 @@ def random_connectivity(label: int, input: int, fan_in: int, group_size: int, se
         raise ConfigError(f"connectivity: group_size must be one of {GROUP_SIZES}, found {group_size}")
     if input > MOST_INPUTS[torch.int32]:
         raise ConfigError(f"connectivity: input must be at most {MOST_INPUTS[torch.int32]}, found {input}")
-    group = groups(label, group_size)
-    weight = torch.zeros(group, fan_in, dtype=torch.bfloat16)
-    indices = torch.empty(group, fan_in, dtype=index_dtype(input))
-    draw_connections(weight, indices, input, 1, seed)
+    indices = torch.empty(groups(label, group_size), fan_in, dtype=index_dtype(input))
+    draw_connections(indices, input, seed)
     return indices
 
 
 def draw_connections(
-    weight: Tensor,
-    indices: Tensor,
-    input: int,
-    group_size: int,
-    seed: int,
-    weight_scale: Tensor | None = None,
+    indices: Tensor, input: int, seed: int, own: Int64 | None = None, group: int | None = None
 ) -> None:
-    """Draw the connections, [group, fan_in], of a layer that has its weights [label, fan_in], in place.
+    """Draw the connections of a layer, or of its ``own`` groups, in place.
 
-    The weights stay as they are: reading them saves making others, as large as the layer, for the draw. See
-    `random_connectivity`.
+    They are drawn in blocks of 65,536 groups, so that little is held besides, and each of several workers
+    draws those that one process would have.
+
+    Args:
+        indices: uint16 or int32 [group, fan_in], or a row for each of ``own``.
+        input: Inputs to draw from, see `random_connectivity`.
+        seed: Another seed draws others.
+        own: Groups of the layer, rising.
+        group: With ``own``: how many the layer has.
     """
-    indices.copy_(torch.arange(weight.shape[1], dtype=torch.int32).to(indices.dtype))
-    # Redistributing all connections of any valid layer draws each group's inputs without replacement.
-    redistribute(
-        weight,
-        indices,
-        input,
-        fraction=1.0,
-        new_value="keep",
-        group_size=group_size,
-        seed=seed,
-        weight_scale=weight_scale,
-    )
+    group = len(indices) if group is None else group
+    place = 0
+    for number, first in enumerate(range(0, group, GROUPS_DRAWN_AT_ONCE)):
+        count = min(GROUPS_DRAWN_AT_ONCE, group - first)
+        if own is None:
+            _draw(indices[first : first + count], input, seed, number)
+            continue
+        rows = own[slice(*np.searchsorted(own, (first, first + count)))] - first
+        if len(rows):
+            block = torch.empty(count, indices.shape[1], dtype=indices.dtype)
+            _draw(block, input, seed, number)
+            indices[place : place + len(rows)] = torch.from_numpy(block.numpy()[rows])
+            place += len(rows)
+
+
+def _draw(indices: Tensor, input: int, seed: int, number: int) -> None:
+    """Draw a block of connections: redistributing all of any valid layer draws without replacement."""
+    indices.copy_(torch.arange(indices.shape[1], dtype=torch.int32).to(indices.dtype))
+    weight = torch.zeros(indices.shape, dtype=torch.bfloat16)
+    redistribute(weight, indices, input, fraction=1.0, new_value="keep", seed=seed, step=number)
 
 
 @dataclass(frozen=True)
