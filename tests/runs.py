@@ -1,8 +1,11 @@
-"""What tests compare of run folders: the bits of checkpoints, and metrics without times and memory."""
+"""What tests compare of runs: the bits of checkpoints, metrics without times and memory, the test set."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,22 @@ import oracles
 
 from xmlc.checkpoint import CheckpointFolder, read_checkpoint
 
+WHOLE: dict[str, Any] = {
+    "k": 5, "split": "test", "propensity_a": None, "propensity_b": None, "mask_filter_pairs": True,
+    "deciles": False, "progress": lambda batches, _: batches,
+}  # fmt: skip
+"""Arguments of `evaluate_predictor`: the test set as a user has it evaluated."""
 PASSING = ("train_seconds", "phase_seconds", "peak_memory_bytes", "peak_device_memory_bytes")
+
+
+def xmlc(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call the command line in a process of its own, with a cache in ``tmp_path``."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "xmlc.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XMLC_CACHE": str(tmp_path / "cache")},
+    )
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

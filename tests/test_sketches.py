@@ -8,6 +8,7 @@ from typing import Any
 import encoders
 import numpy as np
 import problems
+import runs
 import torch
 import two_towers
 from accelerate import Accelerator
@@ -87,17 +88,7 @@ def test_two_towers_over_an_encoder_from_training_to_export(tmp_path: Path) -> N
             training={"epochs": 8},
         ),
     )
-    metrics = evaluate_predictor(
-        predictor,
-        dataset,
-        k=5,
-        split="test",
-        propensity_a=None,
-        propensity_b=None,
-        mask_filter_pairs=True,
-        deciles=False,
-        progress=lambda batches, _: batches,
-    )["metrics"]
+    metrics = evaluate_predictor(predictor, dataset, **runs.WHOLE)["metrics"]
     assert metrics["P@1"] > 0.7 and 0.0 < metrics["PSP@5"] <= 1.0
     from sentence_transformers import SentenceTransformer
 

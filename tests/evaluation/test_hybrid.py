@@ -13,6 +13,7 @@ import pytest
 import torch
 import two_towers
 from click.testing import CliRunner
+from runs import WHOLE
 
 from xmlc.cli import main
 from xmlc.data import open_dataset
@@ -22,10 +23,6 @@ from xmlc.evaluation.run import evaluate_predictor, evaluate_run
 from xmlc.nn import Model, TwoTower, two_tower
 from xmlc.training.trainer import train_into
 
-WHOLE: dict[str, Any] = {
-    "k": 5, "split": "test", "propensity_a": None, "propensity_b": None, "mask_filter_pairs": True,
-    "deciles": False, "progress": lambda batches, _: batches,
-}  # fmt: skip
 HELD_OUT = {"data": {"validation_fraction": 0.2}}
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import encoders
@@ -13,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from runs import xmlc
 
 from xmlc.config import EncoderConfig
 from xmlc.errors import XmlcError
@@ -122,15 +120,6 @@ def write_texts(folder: Path, instances: int = 320) -> Path:
             file.write(json.dumps({"title": title, "target_ind": [int(words.sum() % 1000)]}) + "\n")
     (folder / "lbl.json").write_text("".join(json.dumps({"title": f"label {n}"}) + "\n" for n in range(1000)))
     return folder
-
-
-def xmlc(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "xmlc.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XMLC_CACHE": str(tmp_path / "cache")},
-    )
 
 
 def options(folder: Path, *others: str) -> list[str]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import encoders
 import numpy as np
 import pytest
 import two_towers
+from runs import xmlc
 
 from xmlc.config import load_config
 from xmlc.errors import ConfigError
@@ -54,15 +52,6 @@ def write_texts(folder: Path, labels: int, instances: int, vocabulary: int) -> P
     lines = (json.dumps({"title": text}) + "\n" for text in texts(labels, 10))
     (folder / "lbl.json").write_text("".join(lines))
     return folder
-
-
-def xmlc(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "xmlc.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XMLC_CACHE": str(tmp_path / "cache")},
-    )
 
 
 def settings(*others: str, encoder: Path | None = None) -> list[str]:

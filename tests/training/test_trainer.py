@@ -41,17 +41,7 @@ def precision_on_test(run: Path, dataset: Dataset) -> float:
 
 
 def report(run: Path, dataset: Dataset) -> dict[str, Any]:
-    return evaluate_predictor(
-        load(run),
-        dataset,
-        k=5,
-        split="test",
-        propensity_a=None,
-        propensity_b=None,
-        mask_filter_pairs=True,
-        deciles=False,
-        progress=lambda batches, _: batches,
-    )
+    return evaluate_predictor(load(run), dataset, **runs.WHOLE)
 
 
 # ---- it learns -------------------------------------------------------------------------------------------

@@ -63,17 +63,7 @@ def made(dataset: Dataset, config: Config, encoder: Path | None = None) -> tuple
 
 
 def evaluated(predictor: Predictor, dataset: Dataset) -> dict[str, float]:
-    report = evaluate_predictor(
-        predictor,
-        dataset,
-        k=5,
-        split="test",
-        propensity_a=None,
-        propensity_b=None,
-        mask_filter_pairs=True,
-        deciles=False,
-        progress=lambda batches, _: batches,
-    )
+    report = evaluate_predictor(predictor, dataset, **runs.WHOLE)
     return report["metrics"]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xmlc.errors import ConfigError, DataError, XmlcError
+from xmlc.losses.backward import backward
 
 Encoder = Callable[[Any], Tensor]
 
@@ -147,9 +148,7 @@ class _Embedded:
                 with part.as_before():
                     embeddings = self.encoder(part.inputs)
                 if embeddings.requires_grad:  # not of a frozen encoder
-                    # As embeddings.backward(gradient), bit by bit; but for a gradient that it is given torch
-                    # imports symbolic shapes, 35 MB that nothing uses.
-                    (embeddings * gradient).sum().backward()
+                    backward(embeddings, gradient)
 
     def _held(self, held: bool) -> AbstractContextManager[Any]:
         return self.module.no_sync() if held and hasattr(self.module, "no_sync") else nullcontext()

@@ -17,6 +17,7 @@ from torch import Tensor
 from xmlc.data.batches import Batch
 from xmlc.data.rows import CsrRows, TokenRows, offsets_of
 from xmlc.errors import XmlcError
+from xmlc.losses.backward import backward
 from xmlc.memory.process import mapped_files
 from xmlc.memory.tracked import now, tracked
 from xmlc.nn.transformer import TOKENS_AT_ONCE, TransformerEncoder
@@ -152,16 +153,9 @@ def _trace_tower(encoder: TransformerEncoder, texts: int, tokens: int) -> list[N
     del hidden
     for parameter in encoder.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    with tracked() as course:
-        hidden = encoder(batch, 0.1, torch.Generator().manual_seed(0))
-        turned = now()
-        (hidden * torch.ones_like(hidden)).sum().backward()
-    step = course()
-    del hidden
-    for parameter in encoder.parameters():
-        parameter.grad = None
+    _, further = _step(encoder, batch)
     encoder.train(training)
-    return [blind, step.held[int(np.searchsorted(step.times, turned)) + 1 :]]
+    return [blind, further]
 
 
 def _pass(small: NDArray[np.int64], large: NDArray[np.int64]) -> Pass:
@@ -178,20 +172,26 @@ def _trace(encoder: TransformerEncoder, texts: int, tokens: int) -> list[NDArray
     batch = _batch(texts, tokens, encoder.pad)
     training = encoder.training
     encoder.train()
-    with tracked() as course:
-        hidden = encoder(batch, 0.1, torch.Generator().manual_seed(0))
-        turned = now()
-        (hidden * torch.ones_like(hidden)).sum().backward()
-    step = course()
-    del hidden
-    for parameter in encoder.parameters():
-        parameter.grad = None
+    forward, turned = _step(encoder, batch)
     encoder.train(training)
     with tracked() as course:
         assert isinstance(batch.features, TokenRows), "made below"
         encoder.embed(batch.features)
+    return [forward, turned, course().held]
+
+
+def _step(encoder: TransformerEncoder, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the bytes held after each call of a forward and of a backward pass; leave no gradients."""
+    with tracked() as course:
+        hidden = encoder(batch, 0.1, torch.Generator().manual_seed(0))
+        turned = now()
+        backward(hidden, torch.ones_like(hidden))
+    step = course()
+    del hidden
+    for parameter in encoder.parameters():
+        parameter.grad = None
     turn = int(np.searchsorted(step.times, turned)) + 1
-    return [step.held[:turn], step.held[turn:], course().held]
+    return step.held[:turn], step.held[turn:]
 
 
 def _batch(texts: int, tokens: int, pad: int) -> Batch:

@@ -117,14 +117,30 @@ def check_memory(config: Config, problem: Problem) -> None:
     shapes = weight_shapes(config, problem)
     if config.training.storage == "disk":
         shapes = {name: shape for name, shape in shapes.items() if name not in ON_DISK}
-    needed_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
+    tensors = {name: (shape, torch.float32) for name, shape in shapes.items()}
+    check_fits("model", tensors, "model.width, model.hidden or model.fan_in, or keep fewer features")
+
+
+def check_fits(where: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], lower: str) -> None:
+    """Check that this machine has the memory for tensors of these shapes and dtypes.
+
+    Args:
+        where: Names who makes them in the error.
+        tensors: By name.
+        lower: What to lower where they do not fit.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    needed_bytes = sum(sizes.values())
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed_bytes > memory_bytes:
-        largest = max(shapes, key=lambda name: math.prod(shapes[name]))
+        largest = max(sizes, key=lambda name: sizes[name])
         raise ConfigError(
-            f"model: the weights must fit into this machine's memory of {memory_bytes / 2**30:,.1f} GiB, "
-            f"found {needed_bytes / 2**30:,.1f} GiB, the most in {largest} {list(shapes[largest])}; lower "
-            "model.width, model.hidden or model.fan_in, or keep fewer features"
+            f"{where}: the weights must fit into this machine's memory of {memory_bytes / 2**30:,.1f} GiB, "
+            f"found {needed_bytes / 2**30:,.1f} GiB, the most in {largest} {list(tensors[largest][0])}; "
+            f"lower {lower}"
         )
 
 

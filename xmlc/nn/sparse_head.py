@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from xmlc.data.ragged import RaggedLabels, ragged_rows
 from xmlc.data.rows import CsrRows
 from xmlc.errors import ConfigError, DataError, NativeError, WorkerError, XmlcError
 from xmlc.nn.label_parallel import LabelParallelOutput, unit_of
+from xmlc.nn.model import check_fits
 from xmlc.nn.output_layer import SparseOutput, loss_scale, normalised, positive_tensors
 from xmlc.ops import LOSSES, pairs_by_label, redistribute, sparse_linear, top_labels
 from xmlc.ops.checks import differentiated_once
@@ -604,27 +604,18 @@ def _counts(value: object) -> bool:
 def _check_memory(
     hidden: int, width: int | None, label_count: int, config: Config, label_parallel: bool
 ) -> None:
-    """Check that this machine has the memory for the weights alone, as `xmlc.nn.model.check_memory` does.
+    """Check that this machine has the memory for the weights alone.
 
-    With ``label_parallel`` a worker keeps its own part of the output layer, but draws all connections.
+    With ``label_parallel`` of the output layer only the connections count: whose weights are whose is open.
     """
     model = config.model
     groups = -(-label_count // model.group_size)
-    tensors = {"output.indices": ([groups, model.fan_in], index_dtype(model.width))}
+    tensors = {"output.indices": ((groups, model.fan_in), index_dtype(model.width))}
     if not label_parallel:
-        tensors["output.weight"] = ([label_count, model.fan_in], getattr(torch, model.weight_dtype))
+        tensors["output.weight"] = ((label_count, model.fan_in), getattr(torch, model.weight_dtype))
     if width is not None:
-        tensors["penultimate.weight"] = ([width, hidden], torch.float32)
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
-    needed_bytes = sum(sizes.values())
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed_bytes > memory_bytes:
-        largest = max(sizes, key=lambda name: sizes[name])
-        raise ConfigError(
-            f"SparseHead: the weights must fit into this machine's memory of {memory_bytes / 2**30:,.1f} "
-            f"GiB, found {needed_bytes / 2**30:,.1f} GiB, the most in {largest} {tensors[largest][0]}; lower "
-            "label_count, fan_in or width"
-        )
+        tensors["penultimate.weight"] = ((width, hidden), torch.float32)
+    check_fits("SparseHead", tensors, "label_count, fan_in or width")
 
 
 def _check_loss(config: Config, fused: bool) -> None:

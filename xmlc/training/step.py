@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xmlc.data.batches import Batch
+from xmlc.losses.backward import backward
 from xmlc.nn import Model
 from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
@@ -62,9 +63,7 @@ def _backward(
             gradient = model.penultimate.preactivation_gradient_(features, gradient)
             hidden_gradient = model.penultimate.hidden_gradient(gradient)
     if hidden.requires_grad:
-        # As hidden.backward(hidden_gradient), bit by bit; but for a gradient that it is given torch imports
-        # symbolic shapes, 35 MB that nothing uses.
-        (hidden * hidden_gradient).sum().backward()
+        backward(hidden, hidden_gradient)
     return gradient
 
 

@@ -13,6 +13,7 @@ from xmlc.data.batches import Batch, BatchStream, Rows, take
 from xmlc.data.dataset import row_count
 from xmlc.data.rows import CsrRows, Int64, TokenRows, concatenate_rows, offsets_of
 from xmlc.losses import GradientCache, LabelPool, label_pool
+from xmlc.losses.backward import backward
 from xmlc.nn import TwoTower
 from xmlc.parallel import ALONE, Workers
 from xmlc.training.optimizers import Optimizers
@@ -137,8 +138,7 @@ class _Graph:
         for graph, leaf in self._graphs:
             if graph.requires_grad:  # not of a worker without instances
                 assert leaf.grad is not None, "the loss is of all embeddings"
-                # As graph.backward(leaf.grad), bit by bit, without what torch imports for that: see `step`.
-                (graph * leaf.grad).sum().backward()
+                backward(graph, leaf.grad)
 
 
 @torch.no_grad()
