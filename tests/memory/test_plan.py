@@ -105,6 +105,26 @@ def test_a_state_in_float8_by_hand() -> None:
     }
 
 
+def test_direct_connections_by_hand() -> None:
+    sections: dict[str, Any] = {
+        "model": {"direct_fan_in": 8, "width": 64, "hidden": 16},
+        "similarity": {"text_weight": 0.5, "neighbour_weight": 0.5},
+        "training": {"threads": 2},
+    }
+    problem = Problem(False, 5_000, 1_000_000, 20_000, 0.6, 2.6, np.empty(0, np.int64))
+    planned = plan(problems.config(**sections), problem, Batches(1000, 10.0))
+
+    table = 1_000_000 * 8 * 4
+    at_load = {term.name: term.bytes for term in planned.terms("load")}
+    assert at_load["direct connections as chosen"] == 2 * table
+    assert at_load["output.direct.state"] == 2 * table, "moments are zeros that are written"
+    later = {term.name: term.bytes for term in planned.terms("forward")}
+    assert "direct connections as chosen" not in later, "they are the layer's by then"
+    assert later["output.direct.indices"] == later["output.direct.weight"] == table
+    ranking = {term.name: term.bytes for term in planned.terms("validation")}
+    assert ranking["products with all texts, at most"] == 2 * 64 * 1_000_000 * 8, "labels, then instances"
+
+
 def test_what_lies_on_the_disk_is_not_counted() -> None:
     sections = {"model": {"width": 4096, "direct_fan_in": 0}, "output_optimizer": {"kind": "adam"}}
     memory = amazon(**sections)

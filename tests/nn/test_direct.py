@@ -52,6 +52,22 @@ def dense_logits(logits: DirectLogits) -> Tensor:
     return dense.index_put(places, offsets.value.double(), accumulate=True)
 
 
+def test_connections_are_not_copied() -> None:
+    direct = layer()
+    direct.logits(batch())
+    indices = np.full((LABEL, FAN_IN), -1, np.int32)
+    indices[:, 0] = FEATURE - 1
+    weight = np.where(indices >= 0, 0.5, 0.0).astype(np.float32)
+    direct.connect(indices, weight)
+
+    logits = direct.logits(CsrRows(np.array([0, 1]), np.array([FEATURE - 1], np.int32), None, FEATURE))
+    assert logits.offsets.value.tolist() == [0.5] * LABEL, "not by the features of the connections before"
+    logits.offsets.gradient.fill_(1.0)
+    direct.update(logits, 0.1, 1)
+    assert np.array_equal(weight, direct.weight.numpy())
+    assert (weight[:, 0] < 0.5).all()
+
+
 @pytest.mark.parametrize("with_values", [True, False])
 def test_logits_are_the_sparse_product(with_values: bool) -> None:
     direct, features = layer(), batch(with_values=with_values)

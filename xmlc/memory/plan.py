@@ -174,10 +174,8 @@ def _optimizer_state(s: Sizes) -> Iterator[Term]:
         shape = s.shapes["output.direct.weight"]
         if s.config.output_optimizer.kind == "adam":
             size, formula = of_shape(shape, 4)
-            yield Term("output.direct.state", "optimizer", 2 * size, f"2 * {formula}", False)
+            yield Term("output.direct.state", "optimizer", 2 * size, f"2 * {formula}")
         yield Term("direct connections by feature", "statistics", *of_shape(shape, 4), False)
-        size, formula = of_shape(shape, 4)
-        yield Term("direct connections at the start", "statistics", 2 * size, f"2 * {formula}")
 
 
 def _statistics(s: Sizes) -> Iterator[Term]:
@@ -204,6 +202,9 @@ def _weighted(s: Sizes) -> bool:
 
 
 def _load(s: Sizes) -> Iterator[Term]:
+    if s.config.model.direct_fan_in:  # chosen before the layer is made, which takes them for its own then
+        size, formula = of_shape(s.shapes["output.direct.weight"], 4)
+        yield Term("direct connections as chosen", "temporary", 2 * size, f"2 * {formula}")
     if s.sparse and s.config.model.weight_init != "zero":
         rows = min(LABELS_DRAWN_AT_ONCE, s.label)
         yield Term("block of drawn weights", "temporary", *of_shape((rows, s.config.model.fan_in), 4))
@@ -385,9 +386,9 @@ def _direct_logits(s: Sizes, batch: int, where: str) -> Iterator[Term]:
 
 def _compared(s: Sizes) -> Iterator[Term]:
     similarity = s.config.similarity
-    compared = s.label * (similarity.text_weight > 0.0) + s.problem.instances * (
-        similarity.neighbour_weight > 0.0
-    )
+    labels = s.label * (similarity.text_weight > 0.0)
+    instances = s.problem.instances * (similarity.neighbour_weight > 0.0)
+    compared = max(labels, instances)  # one after the other
     if compared:
         shape = (s.threads, INSTANCES_AT_ONCE, compared)
         yield Term("products with all texts, at most", "temporary", *of_shape(shape, 8))

@@ -50,9 +50,9 @@ class DirectConnections:
         self._places: CsrRows  # flat places of the connections to each feature, [feature, place]
 
     def connect(self, indices: NDArray[np.int32], weight: Float32) -> None:
-        """Set connections and weights, [label, fan_in] each."""
-        self.indices.copy_(torch.from_numpy(indices))
-        self.weight.copy_(torch.from_numpy(weight))
+        """Start from connections and weights, [label, fan_in] each: the arrays become the layer's."""
+        self.indices, self.weight = torch.from_numpy(indices), torch.from_numpy(weight)
+        self._version = -1
 
     def logits(self, features: CsrRows) -> DirectLogits:
         """Return the sums of all instances [batch, feature] as entries by rising label."""

@@ -329,7 +329,7 @@ class SparseOutput:
         )
 
     def connect_direct(self, indices: NDArray[np.int32], weight: Float32) -> None:
-        """Set where direct connections start, [label, fan_in] each; nothing without such connections."""
+        """Start direct connections, where there are some, by arrays [label, fan_in] that the layer keeps."""
         if self.direct is not None:
             self.direct.connect(indices, weight)
 
