@@ -63,6 +63,41 @@ def test_the_planned_budget_is_enough_as_a_hard_limit(
     assert "epoch 2/2" in done.stderr
 
 
+LIMITED = """
+import sys
+from pathlib import Path
+import torch
+from xmlc.config import load_config
+from xmlc.memory.generated import generated_dataset
+from xmlc.memory.process import usage
+from xmlc.training import trainer
+dataset = generated_dataset(2_000, 5_000, 400, 25_000)
+config = load_config(None, ["training.epochs=1", "training.threads=1", "model.hidden=16", "model.width=64",
+    "data.training_fraction=0.99", "data.validation_fraction=0.01", "similarity.neighbour_weight=0.5"])
+class Told(Exception): pass
+def told(limit):
+    raise Told(limit)
+trainer.hard_limit = told
+torch.set_num_threads(1)
+before = usage().anonymous
+try:
+    trainer.train_into(Path(sys.argv[1]), dataset, config, budget_bytes=before + (1 << 30), enforce=True)
+except Told as found:
+    print((1 << 30) - found.args[0], len(dataset.train.features.indices))
+"""
+
+
+def test_what_is_prepared_before_the_limit_is_part_of_the_budget(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LIMITED, str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    taken, words = map(int, done.stdout.split())
+    assert words > 4_000_000
+    assert taken > 0.85 * 8 * words  # nearest instances of likeness of texts; some memory was free before
+    assert taken < 1.5 * 8 * words
+
+
 TRAINED = """
 import resource, sys
 from xmlc.cli import main

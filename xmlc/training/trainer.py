@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -711,6 +712,8 @@ def train_into(
             limit -= taken
             config, prepared = _fitted(config, prepared, batches, limit, taken, run, resume)
         enforced = limit if enforce else None
+        if enforced is not None and not on_device:  # what is prepared is part of the budget
+            enforced = max(enforced - max(_anonymous() - start.anonymous, 0), 0)
         facts = Facts(config, prepared.problem, batches, start.data, enforced if on_device else None)
         make_limit = device_limit if on_device else hard_limit
         running: list[Stopwatch] = []  # of the trainer, once it trains
@@ -738,6 +741,13 @@ def train_into(
             with native.kernel_threads(threads), _sums_in_order(config.training):
                 trainer.run()
         return trainer
+
+
+def _anonymous() -> int:
+    """Return the anonymous memory of the process without what its heap holds free."""
+    gc.collect()
+    return_free_blocks()
+    return usage().anonymous
 
 
 def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None) -> None:
