@@ -146,6 +146,9 @@ def test_the_refusal_names_the_whole_budget_with_what_the_process_has_already() 
     found = re.search(r"at least ([0-9.]+) MiB .* raise the budget to ([0-9.]+) MiB", str(error.value))
     assert found is not None
     assert float(found[2]) - float(found[1]) == pytest.approx(100.0, abs=0.11)
+    assert "found 1.0 MiB beside the 100.0 MiB that the process has already" in str(error.value)
+    with pytest.raises(BudgetError, match=r"found 0\.0 MiB beside the 100\.0 MiB"):
+        fit(config(), PROBLEM, BATCHES, -(1 << 20), 100 << 20)
 
 
 def test_the_refusal_names_the_disk_where_the_layer_may_lie_there() -> None:
@@ -159,6 +162,15 @@ def test_the_refusal_names_the_disk_where_the_layer_may_lie_there() -> None:
         fit(config(), PROBLEM, BATCHES, smallest)
     for refused in ("training.storage=disk", "model.output=dense", "training.device=cuda"):
         assert "training.storage" not in _refusal(config(refused))
+
+
+def test_the_refusal_does_not_name_the_disk_in_vain() -> None:
+    """Of so few labels, what is asked for most lies in no file: the features of a dense layer."""
+    problem = Problem(False, 300_000, 16, 1_000, 0.55, 1.5, np.empty(0, np.int64))
+    with pytest.raises(BudgetError) as error:
+        fit(config("model.fan_in=1"), problem, Batches(1000, 256.0), 1 << 20)
+    assert "lower hidden or the features" in str(error.value)
+    assert "training.storage" not in str(error.value)
 
 
 @pytest.mark.parametrize(

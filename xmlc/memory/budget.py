@@ -113,12 +113,14 @@ def fit(
             return Fit(chosen, limited_plan(chosen, problem, batches), changes(config, chosen))
     planned = limited_plan(candidate, problem, batches)
     shrunk = ", ".join(str(change) for change in changes(config, candidate)) or "no setting left to shrink"
+    beside = f" beside the {mebibytes(taken_bytes)} that the process has already" if taken_bytes else ""
     raise BudgetError(
         f"memory: the budget must leave at least {mebibytes(needed_bytes(planned))} for the run, the least "
-        f"that the planner knows for this data ({shrunk}), found {mebibytes(available_bytes)}; the most is "
-        f"{planned.binding.name} with {mebibytes(planned.binding.bytes)} in {planned.peak_phase}; "
+        f"that the planner knows for this data ({shrunk}), found {mebibytes(max(available_bytes, 0))}"
+        f"{beside}; the most is {planned.binding.name} with {mebibytes(planned.binding.bytes)} in "
+        f"{planned.peak_phase}; "
         f"raise the budget to {mebibytes(needed_bytes(planned) + taken_bytes)}, or lower "
-        f"{_others(config)}{_disk_instead(candidate, problem, batches)}"
+        f"{_others(config)}{_disk_instead(candidate, problem, batches, needed_bytes(planned))}"
     )
 
 
@@ -134,11 +136,16 @@ def _others(config: Config) -> str:
     return f"encoder.max_length{recompute}"
 
 
-def _disk_instead(config: Config, problem: Problem, batches: Batches) -> str:
-    """Say what the smallest settings would need with the output layer on the disk, which is never chosen."""
+def _disk_instead(config: Config, problem: Problem, batches: Batches, in_memory_bytes: int) -> str:
+    """Say what the smallest settings would need with the output layer on the disk, which is never chosen.
+
+    Nothing where that saves less than a MiB.
+    """
     if (config.model.output, config.training.storage, config.training.device) != ("sparse", "memory", "cpu"):
         return ""
     needed = needed_bytes(limited_plan(_with(config, "training", "storage", "disk"), problem, batches))
+    if needed > in_memory_bytes - (1 << 20):
+        return ""
     return f", or set training.storage = disk (slower), which would need {mebibytes(needed)}"
 
 
