@@ -29,7 +29,7 @@ from xmlc.data.rows import CsrRows
 from xmlc.errors import CheckpointError, ConfigError, WorkerError, XmlcError
 from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
-from xmlc.memory.budget import BudgetError, fit, needed_bytes
+from xmlc.memory.budget import BudgetError, fit, limited_plan, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
 from xmlc.memory.process import (
     LARGE_BYTES,
@@ -712,8 +712,8 @@ def train_into(
             limit -= taken
             config, prepared = _fitted(config, prepared, batches, limit, taken, run, resume)
         enforced = limit if enforce else None
-        if enforced is not None and not on_device:  # what is prepared is part of the budget
-            enforced = max(enforced - max(_anonymous() - start.anonymous, 0), 0)
+        if enforced is not None and not on_device:
+            enforced -= _prepared_bytes(config, prepared, batches, start.anonymous)
         facts = Facts(config, prepared.problem, batches, start.data, enforced if on_device else None)
         make_limit = device_limit if on_device else hard_limit
         running: list[Stopwatch] = []  # of the trainer, once it trains
@@ -743,11 +743,16 @@ def train_into(
         return trainer
 
 
-def _anonymous() -> int:
-    """Return the anonymous memory of the process without what its heap holds free."""
+def _prepared_bytes(config: Config, prepared: Prepared, batches: Batches, before_bytes: int) -> int:
+    """Return what of the budget the process has taken since ``before_bytes``, before the limit is set.
+
+    Not more than is planned for it: libraries keep buffers of an encoder that was tried, which no plan knows.
+    """
     gc.collect()
     return_free_blocks()
-    return usage().anonymous
+    held = limited_plan(config, prepared.problem, batches).held
+    planned = sum(term.bytes for term in held if term.category == "statistics" and term.at_load)
+    return min(max(usage().anonymous - before_bytes, 0), planned)
 
 
 def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None) -> None:
