@@ -29,7 +29,7 @@ from xmlc.data.rows import CsrRows
 from xmlc.errors import CheckpointError, ConfigError, WorkerError, XmlcError
 from xmlc.evaluation import evaluate_model
 from xmlc.evaluation.predict import check_encoder
-from xmlc.memory.budget import BudgetError, fit, limited_plan, needed_bytes
+from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
 from xmlc.memory.process import (
     LARGE_BYTES,
@@ -41,7 +41,7 @@ from xmlc.memory.process import (
     usage,
 )
 from xmlc.memory.tables import mebibytes
-from xmlc.memory.terms import Batches
+from xmlc.memory.terms import Batches, Plan
 from xmlc.memory.towers import check_plannable
 from xmlc.metrics import Report
 from xmlc.nn import Model, TwoTower, make_model
@@ -707,13 +707,13 @@ def train_into(
             batches_of(prepared) if limit is None else traced_batches(dataset, config, prepared)
         )  # what nothing is planned for needs no transformer tried
         on_device = config.training.device == "cuda"
+        enforced = None
         if limit is not None:
             taken = 0 if on_device else start.anonymous
             limit -= taken
-            config, prepared = _fitted(config, prepared, batches, limit, taken, run, resume)
-        enforced = limit if enforce else None
-        if enforced is not None and not on_device:
-            enforced -= _prepared_bytes(config, prepared, batches, start.anonymous)
+            config, prepared, planned = _fitted(config, prepared, batches, limit, taken, run, resume)
+            if enforce:
+                enforced = limit if on_device else limit - _prepared_bytes(planned, start.anonymous)
         facts = Facts(config, prepared.problem, batches, start.data, enforced if on_device else None)
         make_limit = device_limit if on_device else hard_limit
         running: list[Stopwatch] = []  # of the trainer, once it trains
@@ -743,16 +743,15 @@ def train_into(
         return trainer
 
 
-def _prepared_bytes(config: Config, prepared: Prepared, batches: Batches, before_bytes: int) -> int:
+def _prepared_bytes(planned: Plan, before_bytes: int) -> int:
     """Return what of the budget the process has taken since ``before_bytes``, before the limit is set.
 
     Not more than is planned for it: libraries keep buffers of an encoder that was tried, which no plan knows.
     """
     gc.collect()
     return_free_blocks()
-    held = limited_plan(config, prepared.problem, batches).held
-    planned = sum(term.bytes for term in held if term.category == "statistics" and term.at_load)
-    return min(max(usage().anonymous - before_bytes, 0), planned)
+    known = sum(term.bytes for term in planned.held if term.category == "statistics" and term.at_load)
+    return min(max(usage().anonymous - before_bytes, 0), known)
 
 
 def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None) -> None:
@@ -803,8 +802,8 @@ def _fitted(
     taken_bytes: int,
     run: RunFolder,
     resume: bool,
-) -> tuple[Config, Prepared]:
-    """Return settings that fit the budget, and the streams in their batches; say what was changed.
+) -> tuple[Config, Prepared, Plan]:
+    """Return settings that fit the budget, the streams in their batches, the plan; say what was changed.
 
     Raises:
         BudgetError: None fit; or a run that is resumed, whose settings stay, does not.
@@ -823,11 +822,12 @@ def _fitted(
     for change in fitting.changes:
         progress.say(f"{run.path}: to fit the budget, {change}")
     training = fitting.config.training
-    return fitting.config, replace(
+    streams = replace(
         prepared,
         train=replace(prepared.train, batch_size=training.batch_size),
         validation=replace(prepared.validation, batch_size=training.evaluation_batch),
     )
+    return fitting.config, streams, fitting.plan
 
 
 def _place(running: list[Stopwatch]) -> str:
