@@ -103,7 +103,7 @@ import resource, sys
 from xmlc.cli import main
 from xmlc.memory.process import return_large_blocks, usage
 from xmlc.training import trainer
-return_large_blocks(1 << 19)  # not kept for the next step, which then asks the system for them
+return_large_blocks(trained_encoder=True)  # not kept for the next step, which then asks the system for them
 data, run, step, *options = sys.argv[1:]
 step_of = trainer.training_step
 def limited(*arguments):

@@ -64,6 +64,11 @@ class TextTokenizer:
         """The id that fills up a batch."""
         return int(self.tokenizer.pad_token_id)
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it knows."""
+        return len(self.tokenizer)
+
     def transform(self, texts: Iterable[str]) -> TokenRows:
         """Return the token ids of all texts; every text has at least one."""
         rows = [self._ids(block) for block in _blocks(texts)]
@@ -74,7 +79,7 @@ class TextTokenizer:
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:
         """The narrowest dtype that holds every id."""
-        return np.uint16 if len(self.tokenizer) <= 2**16 else np.int32
+        return np.uint16 if self.vocabulary <= 2**16 else np.int32
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         rows = self.tokenizer(

@@ -7,7 +7,7 @@ wherever in the pass it then lies. Recomputed activations, frozen layers and aut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from xmlc.memory.process import mapped_files
 from xmlc.memory.tracked import now, tracked
 from xmlc.nn.transformer import TOKENS_AT_ONCE, TransformerEncoder
 
+TOKEN_BYTES = 370
+"""Of a token that a tokenizer knows, measured."""
+KEPT_BYTES, KEPT_WORDS = 700, 10_000
+"""Of a word that it has met, measured; and how many it keeps, if it knows as many tokens."""
 SMALL, LARGE = 2, 4
 """Texts of the batches that are traced; one alone may take other ways."""
 
@@ -53,12 +57,16 @@ class EncoderMemory:
     tokens: int
     """Of the longest text; a batch is filled up to it."""
     forward: Pass | None
-    """None where it is frozen: its texts are encoded before training."""
+    """None where it is frozen: its texts are encoded before training, by passes as of ``evaluation``."""
     backward: Pass | None
     """After ``forward``, with the gradients of the weights."""
     evaluation: Pass | None
     all: int = 0
     """Of all weights and buffers: what the encoder takes on a device."""
+    hidden: int = 0
+    """Values of a text's embedding."""
+    tokenizer: int = 0
+    """Of the tokenizer that belongs to it, with what it keeps once it has been used."""
 
     def forward_peak(self, texts: int) -> int:
         """Return the peak of the forward pass."""
@@ -79,19 +87,22 @@ class EncoderMemory:
         return int(self.evaluation.held(min(texts, max(1, TOKENS_AT_ONCE // self.tokens))).max())
 
 
-def encoder_memory(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
+def encoder_memory(encoder: TransformerEncoder, tokens: int, vocabulary: int = 0) -> EncoderMemory:
     """Trace an encoder, which stays as it is.
 
     Args:
         encoder: On any device.
         tokens: Of the longest text.
+        vocabulary: Tokens that its tokenizer knows.
     """
     place = encoder.device
     encoder.to("cpu")  # whose allocator is recorded; a device's passes are taken to be as large
     try:
-        return _on_cpu(encoder, tokens)
+        found = _on_cpu(encoder, tokens)
     finally:
         encoder.to(place)
+    kept = KEPT_BYTES * min(vocabulary, KEPT_WORDS)
+    return replace(found, tokenizer=TOKEN_BYTES * vocabulary + kept)
 
 
 def _on_cpu(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
@@ -106,11 +117,15 @@ def _on_cpu(encoder: TransformerEncoder, tokens: int) -> EncoderMemory:
     trained = sum(each.nbytes for each in encoder.parameters() if each.requires_grad)
     whole = sum(each.nbytes for each in state)
     if not encoder.config.trained:
-        return EncoderMemory(weights, mapped, trained, tokens, None, None, None, whole)
+        _trace_evaluation(encoder, SMALL, tokens)  # what loads itself at first use
+        evaluation = _pass(*(_trace_evaluation(encoder, texts, tokens) for texts in (SMALL, LARGE)))
+        return EncoderMemory(weights, mapped, trained, tokens, None, None, evaluation, whole, encoder.hidden)
     _trace(encoder, SMALL, tokens)  # what loads itself at first use
     small, large = (_trace(encoder, texts, tokens) for texts in (SMALL, LARGE))
     forward, backward, evaluation = (_pass(*both) for both in zip(small, large, strict=True))
-    return EncoderMemory(weights, mapped, trained, tokens, forward, backward, evaluation, whole)
+    return EncoderMemory(
+        weights, mapped, trained, tokens, forward, backward, evaluation, whole, encoder.hidden
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +189,16 @@ def _trace(encoder: TransformerEncoder, texts: int, tokens: int) -> list[NDArray
     encoder.train()
     forward, turned = _step(encoder, batch)
     encoder.train(training)
+    return [forward, turned, _trace_evaluation(encoder, texts, tokens)]
+
+
+def _trace_evaluation(encoder: TransformerEncoder, texts: int, tokens: int) -> NDArray[np.int64]:
+    """Return the bytes held after each call of embedding texts without gradients."""
+    rows = _batch(texts, tokens, encoder.pad).features
+    assert isinstance(rows, TokenRows), "made below"
     with tracked() as course:
-        assert isinstance(batch.features, TokenRows), "made below"
-        encoder.embed(batch.features)
-    return [forward, turned, course().held]
+        encoder.embed(rows)
+    return course().held
 
 
 def _step(encoder: TransformerEncoder, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from xmlc.config import Config
+from xmlc.memory.encoding import encoding
 from xmlc.memory.plan import (
     LOSS_BYTES,
     RANKS,
@@ -47,6 +48,7 @@ def device_plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     return Plan(
         (*_held(s), Term(CUBLAS, "workspace", CUBLAS_BYTES, "at most, by torch", False)),
         {
+            **encoding(s.encoder, config.encoder, problem.instances, on_device=True),
             "load": (),
             "forward": (*batch, *encoder_forward(s)),
             "output_step": (*batch, *_output_step(s)),
@@ -132,7 +134,8 @@ def _validation(s: Sizes) -> Iterator[Term]:
         ranking += _checked_first(s, [Term("workspace of top_labels", "workspace", size, "asked of the op")])
     else:
         ranking += ranked_logits(s)
-    embedding = 0 if s.encoder is None else s.encoder.evaluation_peak(s.evaluated)
+    trained = s.encoder is not None and s.encoder.trained
+    embedding = s.encoder.evaluation_peak(s.evaluated) if s.encoder is not None and trained else 0
     if embedding > sum(term.bytes for term in ranking):
         ranking = [Term("embedding texts", "batch", embedding, ASKED)]
     yield from ranking

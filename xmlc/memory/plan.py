@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xmlc.config import Config
+from xmlc.memory.encoding import encoding
 from xmlc.memory.terms import ASKED, STATISTICS_BYTES, Batches, Plan, Term, largest, of_shape, vocabulary
 from xmlc.memory.towers import tower_plan
 from xmlc.nn.dense import rows_of_block
@@ -48,6 +49,7 @@ def plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     return Plan(
         tuple(term for term in held if term not in mapped),
         {
+            **encoding(sizes.encoder, config.encoder, problem.instances),
             "load": tuple(_load(sizes)),
             "forward": (*_forward(sizes, sizes.batch), *encoder_forward(sizes)),
             "output_step": tuple(_output_step(sizes)),
@@ -83,6 +85,7 @@ def _beside_device(s: Sizes) -> Plan:
     return Plan(
         tuple(term for term in held if not moves(term)),
         {
+            **encoding(s.encoder, s.config.encoder, s.problem.instances),  # as if it were here
             "load": (*(term for term in held if moves(term) and term.at_load), *_load(s)),
             "forward": batch,
             "output_step": nothing,
@@ -354,7 +357,7 @@ def _validation(s: Sizes) -> Iterator[Term]:
     direct = _direct_logits(s, s.evaluated, "with similarity" if s.config.similarity.used else "ranking")
     ranking += largest(list(_compared(s)), list(direct))
     others = [*_deciles(s)]
-    if s.encoder is not None:
+    if s.encoder is not None and s.encoder.trained:
         embedding = s.encoder.evaluation_peak(s.evaluated)
         others.append(Term("embedding texts", "batch", embedding, ASKED))
     yield from largest(ranking, *([other] for other in others))

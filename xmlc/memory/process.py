@@ -173,10 +173,11 @@ _LARGEST_STACK = 8 << 20  # what Linux gives a thread unless told otherwise
 LARGE_BYTES = 1 << 20
 LARGE_BYTES_OF_ENCODER = 1 << 17
 """Where a transformer is trained: many of its weights have less than 1 MiB, and so have their gradients."""
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_TRIM_BYTES = 128 << 10  # that the heap may keep free at its end: glibc's own default
 
 
-def return_large_blocks(least_bytes: int = LARGE_BYTES) -> None:
+def return_large_blocks(trained_encoder: bool = False) -> None:
     """Let large blocks go back to the system when they are freed, for the rest of the process.
 
     glibc would learn from the first of them to keep blocks of up to 32 MiB, in a heap between whose gaps the
@@ -184,7 +185,9 @@ def return_large_blocks(least_bytes: int = LARGE_BYTES) -> None:
     step costs time, so this is for runs of which memory is the matter. Elsewhere nothing changes.
     """
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, least_bytes)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES_OF_ENCODER if trained_encoder else LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)  # which it has raised with the other
 
 
 def mapped_files() -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from xmlc.memory.activations import EncoderMemory
 from xmlc.memory.pool import Occurrences, TowerTexts
 
 Phase = Literal[
+    "encoding",
     "load",
     "forward",
     "output_step",
@@ -25,6 +26,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 Category = Literal["weights", "optimizer", "statistics", "batch", "workspace", "temporary"]
 
 ASKED = "asked of the encoder"
+TOKENIZER = "its vocabulary and words it has met"
 STATISTICS_BYTES = 17
 """Bytes for each label while deciles are cut: counts int32, order int64, half of that to sort it, decile."""
 
@@ -64,7 +66,9 @@ class Term:
 
 
 def vocabulary(batches: Batches) -> Iterator[Term]:
-    """Yield the vectorizer's vocabulary, where there is one."""
+    """Yield the vectorizer's vocabulary and the tokenizer, where they are."""
+    if batches.encoder is not None:
+        yield Term("tokenizer", "statistics", batches.encoder.tokenizer, TOKENIZER)
     size = batches.vocabulary_bytes
     if size:
         yield Term("vocabulary", "statistics", size, "its words, and where each of them is")
@@ -82,6 +86,8 @@ class Plan:
 
     def terms(self, phase: Phase) -> tuple[Term, ...]:
         """Return all that is held at the peak of a phase."""
+        if phase == "encoding":  # which comes before everything else
+            return self.added[phase]
         held = (term for term in self.held if phase != "load" or term.at_load)
         return (*held, *self.added[phase])
 

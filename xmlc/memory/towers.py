@@ -11,6 +11,7 @@ from xmlc.config import Config
 from xmlc.errors import ConfigError
 from xmlc.losses.multi_positive import TILE
 from xmlc.memory.activations import EncoderMemory
+from xmlc.memory.encoding import encoding
 from xmlc.memory.terms import (
     ASKED,
     STATISTICS_BYTES,
@@ -76,6 +77,7 @@ def tower_plan(config: Config, problem: Problem, batches: Batches) -> Plan:
     return Plan(
         _held(s),
         {
+            **encoding(s.encoder, config.encoder, problem.instances),
             "load": (),
             "forward": tuple(_forward(s)),
             "output_step": tuple(_output_step(s)),
@@ -304,7 +306,7 @@ def _embedding_texts(
     terms.append(Term(f"embeddings of {name}", "batch", 2 * size, f"2 * {formula}"))
     size, formula = of_shape((rows, s.hidden), 4)
     terms.append(Term("hidden", "batch", size, formula))
-    if encoder is not None:
+    if encoder is not None and encoder.trained:
         terms.append(Term("embedding texts", "batch", encoder.evaluation_peak(rows), ASKED))
     return terms
 

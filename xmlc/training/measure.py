@@ -22,8 +22,6 @@ from xmlc.memory.device import CUBLAS, device_plan
 from xmlc.memory.generated import generated_dataset, generated_texts
 from xmlc.memory.plan import plan
 from xmlc.memory.process import (
-    LARGE_BYTES,
-    LARGE_BYTES_OF_ENCODER,
     PeakWatch,
     require_linux,
     return_free_blocks,
@@ -34,7 +32,7 @@ from xmlc.memory.terms import PHASES, Phase, Plan
 from xmlc.memory.tracked import NOTHING, Course, now, tracked
 from xmlc.nn.scratch import before_drop
 from xmlc.training import phases
-from xmlc.training.prepare import batches_of, prepare
+from xmlc.training.prepare import batches_of, embed_block, prepare
 from xmlc.training.run_folder import RunFolder
 from xmlc.training.tower_sizes import traced_batches
 from xmlc.training.trainer import Trainer
@@ -181,7 +179,7 @@ def measure(
         }
     )
     require_linux()
-    return_large_blocks(LARGE_BYTES_OF_ENCODER if config.encoder.trained else LARGE_BYTES)
+    return_large_blocks(config.encoder.trained)
     gc.collect()
     return_free_blocks()  # of what has planned; but not what the small run leaves, which the profiler reuses
     threads = config.training.threads or torch.get_num_threads()
@@ -190,7 +188,7 @@ def measure(
         if config.model.output == "two_tower":
             return _measure_towers(dataset, config, encoder)
         _run(generated_dataset(64, 16, words, 600), small)
-        if not config.encoder.trained:
+        if config.encoder.kind != "transformer":
             with nullcontext() if snapshot is None else _recorded(snapshot):
                 return _run(dataset, config, encoder)
         # To record every operation of a transformer takes memory: the process is measured without.
@@ -234,6 +232,10 @@ def _run(dataset: Dataset, config: Config, encoder: Path | None = None, recorded
     ):
         before = usage().anonymous
         memory = MemoryWatch(watch, config.training.device)
+        if encoder is not None and not config.encoder.trained:
+            with memory.span("encoding"):
+                embed_block(dataset, config, encoder)
+            return_free_blocks()
         with memory.span("load"):
             prepared = prepare(dataset, config, encoder=encoder)
             trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)
@@ -286,6 +288,10 @@ def _run_towers(
     ):
         before = usage().anonymous
         memory = MemoryWatch(watch, config.training.device)
+        if encoder is not None and not config.encoder.trained:
+            with memory.span("encoding"):
+                embed_block(dataset, config, encoder)
+            return_free_blocks()
         with memory.span("load"):
             prepared = prepare(dataset, config, cache, encoder)
             trainer = Trainer(dataset, config, RunFolder(Path(folder)), prepared)

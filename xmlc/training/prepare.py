@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from xmlc.memory.pool import Occurrences, shares_of
 from xmlc.memory.terms import Batches
 from xmlc.nn import EncodedTexts, Problem, Similarity, TextEncoder, open_embeddings
 from xmlc.nn.approximate import faiss
+from xmlc.nn.embeddings import TEXTS_PER_BLOCK
 from xmlc.sparsity import DirectStart, direct_connectivity
 from xmlc.training import progress
 
@@ -51,8 +55,21 @@ class Prepared:
     """Of a two-tower model: what the labels' texts are to the encoder. [label]"""
 
 
+Within = Callable[[TextEncoder, int], AbstractContextManager[None]]
+"""Makes of an encoder, and of how many texts it is to embed, a context for it."""
+
+
+def anywhere(_: TextEncoder, __: int) -> AbstractContextManager[None]:
+    """Embed without a limit."""
+    return nullcontext()
+
+
 def prepare(
-    dataset: Dataset, config: Config, cache: Path | None = None, encoder: Path | None = None
+    dataset: Dataset,
+    config: Config,
+    cache: Path | None = None,
+    encoder: Path | None = None,
+    within: Within = anywhere,
 ) -> Prepared:
     """Hold out validation instances, fit TF-IDF on the others or encode all texts, and open the streams.
 
@@ -61,6 +78,7 @@ def prepare(
         config: Every setting.
         cache: Folder of the stores; None takes the usual one.
         encoder: Folder of the transformer, where the config asks for one.
+        within: What texts are embedded in, where it is frozen.
 
     Raises:
         DataError: There is nothing to train on, or the paper protocol finds no test set.
@@ -92,7 +110,7 @@ def prepare(
         or two_tower
         or (of_labels and dataset.kind == "text" and dataset.label_texts is not None)
     )
-    inputs = _inputs(dataset, config, train_rows, use_words, use_label_texts, encoder, cache)
+    inputs = _inputs(dataset, config, train_rows, use_words, use_label_texts, encoder, cache, within)
     features, words = inputs.train, inputs.train_words
 
     labels = trained_labels = split.labels
@@ -238,8 +256,12 @@ def batches_of(prepared: Prepared, traced: bool = False) -> Batches:
                 direct = float(shares @ np.bincount(connected, minlength=len(shares)))
     encoder = None
     if traced and prepared.text_encoder is not None:
-        tokens = int(stream.features.lengths.max()) if isinstance(stream.features, TokenRows) else 0
-        encoder = encoder_memory(prepared.text_encoder.transformer, tokens)
+        tokens = prepared.text_encoder.config.max_length
+        if isinstance(stream.features, TokenRows):
+            tokens = int(stream.features.lengths.max())
+        encoder = encoder_memory(
+            prepared.text_encoder.transformer, tokens, prepared.text_encoder.tokenizer.vocabulary
+        )
     positives = len(stream.labels.indices) / max(stream.labels.rows, 1)
     vocabulary = _vocabulary_bytes(prepared.vectorizer) if traced else 0
     return Batches(len(prepared.validation.rows), words, positives, encoder, distinct, direct, vocabulary)
@@ -274,6 +296,7 @@ def _inputs(
     use_label_texts: bool,
     encoder: Path | None,
     cache: Path | None,
+    within: Within,
 ) -> _Inputs:
     """Open or make what the encoder, direct connections and similarity read.
 
@@ -283,14 +306,15 @@ def _inputs(
     """
     words: TextFeatures | None = None
     transformer = config.encoder.kind == "transformer"
+    if transformer:  # before words, whose vocabulary stays
+        assert encoder is not None, "located by the caller"
+        train, test, text_encoder = _encoded(dataset, config, encoder, cache, within)
+        made = _Inputs(train, text_encoder.transformer.hidden, test, text_encoder=text_encoder)
     if dataset.kind == "text" and (use_words or not transformer):
         words = open_text_features(
             dataset, config.text, train_rows, label_documents=use_label_texts, cache=cache
         )
     if transformer:
-        assert encoder is not None, "located by the caller"
-        train, test, text_encoder = _encoded(dataset, config, encoder, cache)
-        made = _Inputs(train, text_encoder.transformer.hidden, test, text_encoder=text_encoder)
         if words is None:
             return made
         return replace(made, train_words=words.train, test_words=words.test, vectorizer=words.vectorizer)
@@ -311,7 +335,7 @@ def _inputs(
 
 
 def _encoded(
-    dataset: Dataset, config: Config, folder: Path, cache: Path | None
+    dataset: Dataset, config: Config, folder: Path, cache: Path | None, within: Within
 ) -> tuple[Column, Column | None, TextEncoder]:
     """Load a transformer and let it read the training texts, below them those of the labels if asked for.
 
@@ -326,25 +350,48 @@ def _encoded(
     texts = dataset.train.texts
     if texts is None:
         raise no_texts(dataset.name, dataset.kind)
-    encoder = TextEncoder.load(folder, config.encoder)
-    encoder.transformer.to(config.training.device)
+    encoder = _loaded(config, folder)
     columns = {f"{dataset.fingerprint} train": texts}
     if config.data.label_documents or config.model.output == "two_tower":
         assert dataset.label_texts is not None, "checked by the caller"
         columns[f"{dataset.fingerprint} labels"] = dataset.label_texts
-    rows: Column
+    test = None
+    if dataset.test is not None and config.training.paper_protocol:
+        test = dataset.test.texts
     if config.encoder.trained:
-        rows = open_tokens(encoder.tokenizer, list(columns.values()), " + ".join(columns), cache)
-    else:
-        count = sum(map(len, columns.values()))
-        progress.say(f"{dataset.name}: {count:,} embeddings of {config.encoder.path}, kept in the cache")
+        tokens = open_tokens(encoder.tokenizer, list(columns.values()), " + ".join(columns), cache)
+        return tokens, None if test is None else EncodedTexts(test, encoder), encoder
+    count = sum(map(len, columns.values()))
+    progress.say(f"{dataset.name}: {count:,} embeddings of {config.encoder.path}, kept in the cache")
+    of_test = None
+    with within(encoder, count):
         rows = open_embeddings(encoder, columns, progress.embedding_bar, cache)
-    test = None if dataset.test is None else dataset.test.texts
-    if test is None or not config.training.paper_protocol:
-        return rows, None, encoder
-    if config.encoder.trained:
-        return rows, EncodedTexts(test, encoder), encoder
-    return rows, open_embeddings(encoder, {f"{dataset.fingerprint} test": test}, cache=cache), encoder
+        if test is not None:
+            of_test = open_embeddings(encoder, {f"{dataset.fingerprint} test": test}, cache=cache)
+    return rows, of_test, encoder
+
+
+def _loaded(config: Config, folder: Path) -> TextEncoder:
+    """Load a transformer to where the model is trained.
+
+    Raises:
+        ConfigError: The folder holds none, or a setting does not fit it.
+    """
+    encoder = TextEncoder.load(folder, config.encoder)
+    encoder.transformer.to(config.training.device)
+    return encoder
+
+
+def embed_block(dataset: Dataset, config: Config, folder: Path) -> None:
+    """Embed as many training texts as are stored at a time, and keep nothing: for who measures it.
+
+    Raises:
+        ConfigError: The folder holds no encoder, or a setting does not fit it.
+    """
+    assert dataset.train.texts is not None, "checked by the caller"
+    texts = dataset.train.texts.take(np.arange(min(len(dataset.train.texts), TEXTS_PER_BLOCK)))
+    with TemporaryDirectory(prefix="xmlc-profile-") as cache:
+        open_embeddings(_loaded(config, folder), {"block": texts}, cache=Path(cache))
 
 
 def _of_words(

@@ -21,7 +21,7 @@ from xmlc.memory.device import device_plan
 from xmlc.memory.generated import POSITIVES, generated_dataset, word_shares
 from xmlc.memory.plan import plan
 from xmlc.memory.pool import Occurrences
-from xmlc.memory.process import device_limit, hard_limit, usage
+from xmlc.memory.process import device_limit, hard_limit, return_large_blocks, usage
 from xmlc.memory.tables import mebibytes, plan_table
 from xmlc.memory.terms import Batches, Plan
 from xmlc.memory.towers import check_plannable
@@ -120,6 +120,8 @@ def profile(
         )
     if on_device and measured:
         native.require_cuda()
+    if measured:  # from the start: of free parts of a heap, blocks of any size are taken
+        return_large_blocks(settings.encoder.trained)
     if dataset is not None:
         import_libraries(dataset, settings)
     available, taken = None, 0 if on_device else usage().anonymous

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -32,8 +31,6 @@ from xmlc.evaluation.predict import check_encoder
 from xmlc.memory.budget import BudgetError, fit, needed_bytes
 from xmlc.memory.exhausted import Facts, explained
 from xmlc.memory.process import (
-    LARGE_BYTES,
-    LARGE_BYTES_OF_ENCODER,
     device_limit,
     hard_limit,
     return_free_blocks,
@@ -51,9 +48,10 @@ from xmlc.parallel import ALONE, LowBitWorkers, Workers, as_bytes
 from xmlc.sparsity import RedistributionPolicy
 from xmlc.training import progress
 from xmlc.training.divergence import DivergedError, check_loss, check_weights, high_rates, likely_cause
+from xmlc.training.encoding import taken_bytes, within_budget
 from xmlc.training.optimizers import Optimizers
 from xmlc.training.phases import Stopwatch
-from xmlc.training.prepare import Prepared, batches_of, import_libraries, prepare
+from xmlc.training.prepare import Prepared, Within, anywhere, batches_of, import_libraries, prepare
 from xmlc.training.run_folder import FollowedRun, RunFolder
 from xmlc.training.schedule import EarlyStopping, Plateau, Schedule
 from xmlc.training.step import training_step
@@ -694,7 +692,7 @@ def train_into(
             run.check_empty()
         sparing = budget_bytes is not None or dataset.label_count * config.model.fan_in >= MANY_CONNECTIONS
         if sparing:
-            return_large_blocks(LARGE_BYTES_OF_ENCODER if config.encoder.trained else LARGE_BYTES)
+            return_large_blocks(config.encoder.trained)
         import_libraries(dataset, config)
         start = usage()
         threads = config.training.threads or torch.get_num_threads()
@@ -702,18 +700,24 @@ def train_into(
         encoder = None
         if config.encoder.kind == "transformer":
             encoder = run.encoder if resume else locate_encoder(config.encoder)
-        prepared, limit = prepare(dataset, config, cache, encoder), budget_bytes
+        on_device = config.training.device == "cuda"
+        within: Within = anywhere
+        limit = None
+        if budget_bytes is not None:
+            limit = budget_bytes - (0 if on_device else start.anonymous)
+            within = within_budget(limit, start.anonymous, on_device, enforce)
+        prepared = prepare(dataset, config, cache, encoder, within)
         batches = (
             batches_of(prepared) if limit is None else traced_batches(dataset, config, prepared)
         )  # what nothing is planned for needs no transformer tried
-        on_device = config.training.device == "cuda"
         enforced = None
         if limit is not None:
             taken = 0 if on_device else start.anonymous
-            limit -= taken
             config, prepared, planned = _fitted(config, prepared, batches, limit, taken, run, resume)
             if enforce:
-                enforced = limit if on_device else limit - _prepared_bytes(planned, start.anonymous)
+                enforced = (
+                    limit if on_device else limit - taken_bytes(start.anonymous, _prepared_bytes(planned))
+                )
         facts = Facts(config, prepared.problem, batches, start.data, enforced if on_device else None)
         make_limit = device_limit if on_device else hard_limit
         running: list[Stopwatch] = []  # of the trainer, once it trains
@@ -743,15 +747,9 @@ def train_into(
         return trainer
 
 
-def _prepared_bytes(planned: Plan, before_bytes: int) -> int:
-    """Return what of the budget the process has taken since ``before_bytes``, before the limit is set.
-
-    Not more than is planned for it: libraries keep buffers of an encoder that was tried, which no plan knows.
-    """
-    gc.collect()
-    return_free_blocks()
-    known = sum(term.bytes for term in planned.held if term.category == "statistics" and term.at_load)
-    return min(max(usage().anonymous - before_bytes, 0), known)
+def _prepared_bytes(planned: Plan) -> int:
+    """Return what is planned of what has been prepared before the trainer is made."""
+    return sum(term.bytes for term in planned.held if term.category == "statistics" and term.at_load)
 
 
 def _check_shared_out(config: Config, workers: Workers, budget_bytes: int | None) -> None:
