@@ -94,6 +94,10 @@ def test_parts_of_few_tokens_change_nothing(
     torch.testing.assert_close(encoder.embed(rows), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_no_kernel_of_the_network_stands_in_for_torch(load: Load) -> None:
+    assert not getattr(load().encoder, "use_kernels", True)
+
+
 def test_no_text_gives_no_embedding(folder: Path, load: Load) -> None:
     assert load().embed(tokens(folder, [])).shape == (0, encoders.HIDDEN)
 

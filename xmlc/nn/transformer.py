@@ -112,6 +112,7 @@ def load_transformer(folder: Path, config: EncoderConfig, tokenizer: TextTokeniz
                 trust_remote_code=False,
                 use_safetensors=True,
                 dtype=torch.float32,
+                use_kernels=False,  # they are code from the network, and round otherwise than torch
                 output_loading_info=True,
             )
     except Exception as error:  # whatever a folder that is none makes of the library
